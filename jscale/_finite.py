@@ -1,0 +1,140 @@
+"""Is a step's gradient finite, and what is kept when it is not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ._tree import PyTree, at_least_f32, describe, inexact_leaves, mismatch, path_name
+
+AxisName = str | Sequence[str] | None
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether every element of every floating-point leaf is finite.
+
+    Integers, booleans, PRNG keys, float0, None and Flax's fp8 overwrite leaves are not looked at;
+    a tree without floating-point leaves is finite. `with_loss_scale` does not use this helper: it
+    reads its flag off the gradient norm, which also catches elements above 1e19, whose squares
+    float32 cannot hold.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      bool[].
+
+    >>> import jax.numpy as jnp, jscale
+    >>> bool(jscale.all_finite({"w": jnp.ones(3), "step": jnp.int32(7)}))
+    True
+    >>> bool(jscale.all_finite({"w": jnp.array([1.0, jnp.nan])}))
+    False
+    """
+    flags = [jnp.all(jnp.isfinite(at_least_f32(x))) for x in inexact_leaves(tree)]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def axes_of(axis_name: AxisName) -> tuple[str, ...]:
+    if axis_name is None:
+        return ()
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _tracks_varying_axes(axis: str) -> bool:
+    """Whether the enclosing shard_map records which values differ between devices (check_vma)."""
+    return axis in _varying(lax.axis_index(axis))
+
+
+def _norm(leaves: list[jax.Array]) -> jax.Array:
+    # The same expression as inside optax.clip_by_global_norm, so that XLA computes both once.
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    return optax.tree.norm([x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves])
+
+
+def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
+    """Euclidean norm of the floating-point leaves, taken in float32, equal on all devices.
+
+    With `axis_name`, inside shard_map: a leaf that varies over an axis is one device's part of a
+    larger array, so its square is summed over the axis; a leaf that does not vary counts once.
+    With check_vma=False (and in pmap) JAX does not say which is which: gradients are then taken to
+    be averaged already, and the squares are averaged over the devices.
+    """
+    leaves = [at_least_f32(x) for x in inexact_leaves(tree)]
+    axes = axes_of(axis_name)
+    if not axes:
+        return _norm(leaves).astype(jnp.float32)
+    if not all(_tracks_varying_axes(a) for a in axes):
+        return jnp.sqrt(lax.pmean(jnp.square(_norm(leaves).astype(jnp.float32)), axes))
+    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    for x in leaves:
+        by_axes.setdefault(tuple(a for a in axes if a in _varying(x)), []).append(x)
+    total = jnp.zeros((), jnp.float32)
+    for varying, group in by_axes.items():
+        square = jnp.square(_norm(group).astype(jnp.float32))
+        total += lax.psum(square, varying) if varying else square
+    return jnp.sqrt(total)
+
+
+def everywhere(flag: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`flag` and-ed over all devices of `axis_name`. A sum, since a maximum may drop a NaN."""
+    axes = axes_of(axis_name)
+    return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
+
+
+def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where the step was applied, else `old`, bit for bit, with the types of `old`.
+
+    For whatever a step changes outside the optimizer: batch statistics, an average of the
+    parameters, dropout keys. NaN-safe, since it selects and never multiplies.
+
+    Args:
+      finite: bool[], usually `opt_state.finite` after the update.
+      new: pytree as this step left it.
+      old: pytree as it was before the step; same structure and shapes.
+
+    Returns:
+      A pytree with the structure, shapes and dtypes of `old`. Leaves that are not arrays
+      (functions, strings, Python numbers) must be equal in both and are returned as they are.
+
+    Raises:
+      ValueError: the two trees differ in structure, in a shape, or in a leaf that is no array.
+
+    >>> import jax.numpy as jnp, jscale
+    >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([jnp.nan, 1.0])}
+    >>> jscale.select(jnp.array(False), new, old)
+    {'mean': Array([0., 0.], dtype=float32)}
+    """
+    difference = mismatch(new, old)
+    if difference or jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "select needs two trees of one structure, but new differs from old: "
+            f"{difference or 'the container types are not the same'}."
+        )
+
+    def pick(path, n, o):
+        if hasattr(n, "dtype") or hasattr(o, "dtype"):
+            n, o = jnp.asarray(n), jnp.asarray(o)
+            return jnp.where(finite, n if n.dtype == o.dtype else n.astype(o.dtype), o)
+        if n is o or n == o:
+            return o
+        raise ValueError(
+            f"select can choose between arrays only, but at {path_name(path)} new has "
+            f"{describe(n)} {n!r} and old {describe(o)} {o!r}: make it an array, or leave it out."
+        )
+
+    return jax.tree_util.tree_map_with_path(pick, new, old)
+
+
+def strong(x: Any) -> Any:
+    """`x` without a weak type; what is no array is returned as it is."""
+    if isinstance(x, jax.Array) and x.weak_type:
+        return lax.convert_element_type(x, x.dtype)
+    return x

@@ -1,0 +1,185 @@
+"""Gradients of a scaled loss, handed out unscaled."""
+
+import functools
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._rules import check_scale
+from ._tree import PyTree, at_least_f32, describe, map_inexact
+
+
+def _as_scale(loss_scale: Any) -> jax.Array:
+    """A strong-typed f32[]; numbers known at trace time are checked."""
+    if isinstance(loss_scale, numbers.Number):
+        check_scale("loss_scale", loss_scale)
+    if not (isinstance(loss_scale, numbers.Number) or hasattr(loss_scale, "dtype")):
+        raise TypeError(
+            f"loss_scale must be a scalar, got {describe(loss_scale)}: "
+            "pass jscale.loss_scale(opt_state), or a number."
+        )
+    if jnp.ndim(loss_scale) != 0:
+        raise ValueError(
+            f"loss_scale must be a scalar, got {describe(loss_scale)}: one loss takes one scale."
+        )
+    return jnp.asarray(loss_scale, jnp.float32)
+
+
+def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
+    """The loss times the scale, in float32.
+
+    One of the parts that `value_and_grad` is made of, for hand-written loops; undo it with
+    `unscale` and the same scale. Compute the loss itself in float32: a float16 loss receives the
+    scale as a float16 cotangent, which overflows from 2^16 on (`value_and_grad` avoids that).
+
+    Args:
+      loss: floating-point scalar.
+      loss_scale: f32[] or a number.
+
+    Returns:
+      f32[] (f64[] for a float64 loss).
+
+    Raises:
+      TypeError, ValueError: the loss is not a real floating-point scalar.
+
+    >>> import jax.numpy as jnp, jscale
+    >>> float(jscale.scale_loss(jnp.float16(3), 2.0**15))   # float16 itself ends at 65504
+    98304.0
+    """
+    if isinstance(loss, tuple):
+        raise TypeError("the loss function returned a tuple: return the loss alone, or pass has_aux=True.")
+    if not (isinstance(loss, float) or hasattr(loss, "dtype")) or not jnp.issubdtype(
+        jnp.result_type(loss), jnp.floating
+    ):
+        raise TypeError(
+            f"the loss must be a real floating-point scalar, got {describe(loss)}: "
+            "cast it, e.g. loss.astype(jnp.float32)."
+        )
+    if jnp.ndim(loss) != 0:
+        raise ValueError(f"the loss must be a scalar, got {describe(loss)}: reduce it, e.g. loss.mean().")
+    loss = at_least_f32(loss)
+    return loss * _as_scale(loss_scale).astype(loss.dtype)
+
+
+def unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
+    """Gradients divided by the scale that scaled the loss, in float32.
+
+    Args:
+      tree: pytree of gradients. Integers, booleans, float0, None, PRNG keys and Flax's fp8
+        overwrite leaves pass through.
+      loss_scale: f32[] or a number: the scale that scaled, not the one adjusted after it.
+
+    Returns:
+      The same tree in float32 (complex64 for complex; float64 stays float64).
+
+    >>> import jax.numpy as jnp, jscale
+    >>> jscale.unscale({"n": jnp.int32(3), "w": jnp.float16([2048.0])}, 1024)
+    {'n': Array(3, dtype=int32), 'w': Array([2.], dtype=float32)}
+    """
+    scale = _as_scale(loss_scale)
+
+    def divide(_, x):
+        x = at_least_f32(x)
+        return x / scale.astype(x.dtype)
+
+    return map_inexact(divide, tree)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: jax.typing.ArrayLike,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with the backward pass run at `loss_scale`.
+
+    The loss is multiplied by the scale and the gradients are divided by it inside one call, so what
+    comes out is never scaled: clip, accumulate, average over devices and log as usual. Where the
+    backward pass overflowed, gradients are inf or NaN, which `with_loss_scale` acts on.
+
+    Inside shard_map, average the *unscaled* gradients, in float32. With check_vma, JAX itself sums
+    the gradients of replicated parameters, in whatever dtype they have where they meet the data;
+    make them varying first (`jax.lax.pcast(params, axis, to="varying")`) and average with
+    `jax.lax.pmean` afterwards. That reads the same with and without check_vma.
+
+    Args:
+      fun: function of parameters (and anything else) to a scalar loss, or to `(loss, aux)`.
+      loss_scale: f32[] or a number; usually `jscale.loss_scale(opt_state)`.
+      argnums: as in `jax.value_and_grad`, or what `transform` takes (`nnx.DiffState`, …).
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: what differentiates: `jax.value_and_grad`, `nnx.value_and_grad`,
+        `eqx.filter_value_and_grad`, or a `functools.partial` of one with further options.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`: loss and gradients unscaled, in float32 (complex64 for complex).
+
+    Raises:
+      TypeError, ValueError: the loss is not a real floating-point scalar, or the scale is none.
+
+    >>> import jax.numpy as jnp, jscale
+    >>> loss_fn = lambda w, x: jnp.sum(w * x)
+    >>> loss, grads = jscale.value_and_grad(loss_fn, 2.0**16)(jnp.ones(3), jnp.array([2.0, 4.0, 6.0]))
+    >>> print(loss, grads)
+    12.0 [2. 4. 6.]
+    """
+    scale = _as_scale(loss_scale)
+
+    @functools.wraps(fun)
+    def scaled(*args, **kwargs):
+        out = fun(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        # float16 cannot hold a cotangent above 65504, so a float16 loss takes at most 2^15.
+        half = getattr(loss, "dtype", None) == jnp.float16
+        used = jnp.minimum(scale, 2.0**15) if half else scale
+        product = scale_loss(loss, used)
+        return product, (at_least_f32(loss), used, aux)
+
+    # Equinox's transforms take no argnums: they differentiate the first argument.
+    where = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+    differentiated = transform(scaled, has_aux=True, **where)
+
+    @functools.wraps(fun)
+    def wrapper(*args, **kwargs):
+        (_, (loss, used, aux)), grads = differentiated(*args, **kwargs)
+        grads = unscale(grads, used)
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return wrapper
+
+
+def grad(
+    fun: Callable[..., Any],
+    loss_scale: jax.typing.ArrayLike,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """`jax.grad` with the backward pass run at `loss_scale`; see `value_and_grad`.
+
+    Args:
+      fun, loss_scale, argnums, has_aux: as for `value_and_grad`.
+      transform: what differentiates; it returns value and gradient, as for `value_and_grad`.
+
+    Returns:
+      A function with the arguments of `fun` that returns the unscaled float32 gradients, or
+      `(grads, aux)`.
+
+    >>> import jscale
+    >>> print(jscale.grad(lambda x: x**2, 1024)(3.0))
+    6.0
+    """
+    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, transform=transform)
+
+    @functools.wraps(fun)
+    def wrapper(*args, **kwargs):
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapper

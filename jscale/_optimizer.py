@@ -1,0 +1,302 @@
+"""The optax wrapper: apply the step or skip it, then adjust the scale."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._finite import AxisName, everywhere, global_norm, select, strong
+from ._rules import Observation, OffState, ScaleRule, dynamic
+from ._tree import PyTree, at_least_f32, describe, is_inexact, map_inexact, mismatch, path_name
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`. Every field describes the last update.
+
+    Attributes:
+      rule: state of the scale rule; `rule.loss_scale` is the scale for the next step.
+      finite: bool[], the flag that decided: the gradients and their norm were finite, on every
+        device, and `apply` did not veto. Use it with `select`.
+      grad_norm: f32[], norm of the unscaled gradients before anything clipped them; inf or NaN
+        where they overflowed. None under `off`, which does not look.
+      loss_finite: bool[], whether the last `loss=` passed to `update` was finite.
+      applied_steps: i32[], steps applied so far.
+      skipped_steps: i32[], steps skipped so far.
+      consecutive_skips: i32[], steps skipped in a row up to now.
+      inner: state of the wrapped optimizer.
+    """
+
+    rule: Any
+    finite: jax.Array
+    grad_norm: jax.Array | None
+    loss_finite: jax.Array
+    applied_steps: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    inner: Any
+
+
+def _is_state(x: Any) -> bool:
+    # nnx.State and flax.serialization turn a NamedTuple into a mapping from its field names.
+    return isinstance(x, LossScaleState) or (
+        isinstance(x, Mapping) and set(LossScaleState._fields) - {"grad_norm"} <= set(x)
+    )
+
+
+def _find(tree: PyTree) -> list[tuple[Any, Any]]:
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state)
+    return [(path, x) for path, x in flat if _is_state(x)]
+
+
+def _field(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, Mapping) else getattr(node, name)
+
+
+def find_state(state: PyTree) -> dict[str, Any]:
+    """The one `LossScaleState` in `state`, as a dict of its fields but `inner`, in plain arrays."""
+    found = _find(state)
+    if len(found) != 1:
+        where = ", ".join(path_name(path) for path, _ in found)
+        raise ValueError(
+            f"more than one loss scale in this state, at {where}: pass the part that you mean."
+            if found
+            else f"no loss scale in this state ({describe(state)}): "
+            "wrap the optimizer with jscale.with_loss_scale, and pass its state."
+        )
+    node = found[0][1]
+    # An NNX optimizer keeps each array in a Variable, a tree with one leaf.
+    unwrap = lambda x: None if x is None else next(iter(jax.tree.leaves(x)), None)
+    fields = {name: unwrap(_field(node, name)) for name in LossScaleState._fields[1:-1]}
+    rule = _field(node, "rule")
+    names = list(rule) if isinstance(rule, Mapping) else rule._fields
+    return {**fields, "rule": {name: unwrap(_field(rule, name)) for name in names}}
+
+
+def loss_scale(state: PyTree) -> jax.Array:
+    """The scale for the next backward pass.
+
+    Args:
+      state: any nest that holds one `LossScaleState`: an optax state, a Flax TrainState, the
+        `opt_state` of an `nnx.Optimizer`, an `nnx.State`.
+
+    Returns:
+      f32[].
+
+    Raises:
+      ValueError: there is no loss scale in `state`, or more than one (the message lists them).
+
+    >>> import jax.numpy as jnp, jscale, optax
+    >>> tx = optax.chain(jscale.with_loss_scale(optax.adam(1e-3)))
+    >>> float(jscale.loss_scale(tx.init({"w": jnp.ones(3)})))
+    65536.0
+    """
+    return find_state(state)["rule"]["loss_scale"]
+
+
+def metrics(state: PyTree) -> dict[str, jax.Array]:
+    """What to log each step: the same keys every time, all unscaled, all 0-d arrays.
+
+    Args:
+      state: as for `loss_scale`.
+
+    Returns:
+      `grad_scale` (the scale for the next step), `grad_norm`, `finite`, `loss_finite`,
+      `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` describes them.
+      Under `off` the first two are absent.
+
+    >>> import jax.numpy as jnp, jscale, optax
+    >>> tx = jscale.with_loss_scale(optax.adam(1e-3), jscale.static(1024))
+    >>> m = jscale.metrics(tx.init({"w": jnp.ones(3)}))
+    >>> float(m["grad_scale"]), int(m["skipped_steps"])
+    (1024.0, 0)
+    """
+    found = find_state(state)
+    rule = found.pop("rule")
+    if found["grad_norm"] is None:
+        del found["grad_norm"]
+        return found
+    return {"grad_scale": rule["loss_scale"], **found}
+
+
+def _f32(tree: PyTree) -> PyTree:
+    return map_inexact(lambda _, x: at_least_f32(x), tree)
+
+
+def _nothing(x: Any, finite: jax.Array) -> Any:
+    """`x`, or on a skipped step what leaves a parameter's bits alone: -0.0, since -0.0 + 0.0 is 0.0."""
+    if not hasattr(x, "dtype"):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.where(finite, x, jnp.asarray(complex(-0.0, -0.0), x.dtype))
+    if jnp.issubdtype(x.dtype, jnp.number):
+        return jnp.where(finite, x, jnp.asarray(-0.0, x.dtype))
+    return x
+
+
+def _flag(name: str, value: Any) -> jax.Array:
+    if jnp.ndim(value) != 0 or jnp.result_type(value) != jnp.bool_:
+        raise TypeError(f"{name}= must be a boolean scalar, got {describe(value)}: reduce it with jnp.all.")
+    return jnp.asarray(value)
+
+
+def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> Any:
+    new = rule.update(state, observation)
+    difference = mismatch(new, state)
+    if difference or jax.tree.structure(new) != jax.tree.structure(state):
+        raise TypeError(
+            "a scale rule's update must return a state like the one it was given, "
+            f"but {difference or 'the container types differ'}."
+        )
+    return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, state)
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    rule: ScaleRule | None = None,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skip the steps of `inner` whose gradients are not finite, and adjust the loss scale.
+
+    The gradients given to `update` are unscaled, as `jscale.value_and_grad` returns them. A step is
+    applied if their norm, taken in float32, is finite. Elements above 1e19, whose squares float32
+    cannot hold, count as an overflow too: second moments would be inf for ever. A skip leaves the
+    whole state of `inner` as it was, bit for bit, schedules and step counts included, and returns
+    updates of -0.0. `inner` sees gradients and parameters in float32.
+
+    Put clipping, decay, accumulation and everything else inside: what is chained in front hides
+    overflows, what is chained behind is not skipped. `optax.MultiSteps` may be given as it is; a
+    skipped micro-batch is dropped and its window takes one more.
+
+    Args:
+      inner: the optimizer.
+      rule: `dynamic` (the default), `static`, `off`, or any `ScaleRule`.
+      axis_name: inside shard_map or pmap, the axis or axes over which all devices must decide
+        alike. Not needed under jit, whatever the shardings.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a `LossScaleState`. `update` takes
+      two further arguments: `loss=` (unscaled, for rules and `check`) and `apply=` (bool[], False
+      skips the step whatever its gradients; the rule does not count that as an overflow). These
+      and all others reach `inner`.
+
+    Raises:
+      TypeError: `inner` or `rule` is of another kind.
+      ValueError: from `init`, if `inner` has a loss scale already; from `update`, if the gradients
+        do not match the parameters.
+
+    >>> import jax.numpy as jnp, jscale, optax
+    >>> tx = jscale.with_loss_scale(optax.sgd(0.1), jscale.dynamic(8))
+    >>> params = {"w": jnp.ones(2)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
+    >>> print(updates["w"], jscale.loss_scale(state), state.skipped_steps)
+    [-0. -0.] 4.0 1
+    """
+    rule = dynamic() if rule is None else rule
+    if not isinstance(rule, ScaleRule):
+        raise TypeError(
+            f"rule must be a ScaleRule, got {rule!r}: use jscale.dynamic(), jscale.static(1024) or jscale.off()."
+        )
+    if isinstance(inner, optax.MultiSteps):
+        # Its own gradient_transformation() would drop the extra arguments.
+        tx = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    elif isinstance(inner, optax.GradientTransformation):
+        tx = optax.with_extra_args_support(inner)
+    else:
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation, got {describe(inner)}: e.g. optax.adamw(3e-4)."
+        )
+
+    def init(params: PyTree) -> LossScaleState:
+        rule_state = rule.init()
+        is_off = isinstance(rule_state, OffState)
+        if not is_off:
+            _warn_about_half(params)
+        inner_state = tx.init(params if is_off else _f32(params))
+        if nested := _find(inner_state):
+            where = ", ".join(path_name(path) for path, _ in nested)
+            raise ValueError(
+                f"the wrapped optimizer has a loss scale already (in its state at {where}): "
+                "use with_loss_scale once, outermost."
+            )
+        return LossScaleState(
+            rule=rule_state,
+            finite=jnp.array(True),
+            grad_norm=None if is_off else jnp.zeros((), jnp.float32),
+            loss_finite=jnp.array(True),
+            applied_steps=jnp.zeros((), jnp.int32),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+            inner=inner_state if is_off else jax.tree.map(strong, inner_state),
+        )
+
+    def update(updates, state, params=None, *, loss=None, apply=None, **extra_args):
+        given = {"loss": loss, "apply": apply}
+        extra_args |= {name: value for name, value in given.items() if value is not None}
+        if not isinstance(state, LossScaleState):
+            raise TypeError(f"state must be a LossScaleState, got {describe(state)}: pass what init returned.")
+        loss_finite = state.loss_finite
+        if loss is not None:
+            loss_finite = everywhere(jnp.isfinite(at_least_f32(loss)), axis_name)
+        if isinstance(state.rule, OffState):
+            updates, inner_state = tx.update(updates, state.inner, params, **extra_args)
+            return updates, state._replace(
+                loss_finite=loss_finite, applied_steps=state.applied_steps + 1, inner=inner_state
+            )
+
+        _check_matches(updates, params)
+        grads, params = _f32(updates), _f32(params)
+        # The check comes first: a clip or an average would hide an overflow.
+        norm = global_norm(grads, axis_name)
+        grads_finite = jnp.isfinite(norm)
+        finite = grads_finite
+        if apply is not None:
+            finite &= everywhere(_flag("apply", apply), axis_name)
+
+        updates, inner_state = tx.update(grads, state.inner, params, **extra_args)
+        updates = jax.tree.map(lambda u: _nothing(u, finite), updates)
+        # Added, not selected: XLA makes one kernel fewer of it.
+        count = lambda flag, n: n + flag.astype(n.dtype)
+        return updates, LossScaleState(
+            rule=_next_rule_state(
+                rule, state.rule, Observation(grads_finite, loss, grads, axis_name)
+            ),
+            finite=finite,
+            grad_norm=norm,
+            loss_finite=loss_finite,
+            applied_steps=count(finite, state.applied_steps),
+            skipped_steps=count(~finite, state.skipped_steps),
+            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            inner=select(finite, inner_state, state.inner),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_about_half(params: PyTree) -> None:
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    half = [path_name(path) for path, x in flat if is_inexact(x) and describe(x).startswith("float16")]
+    if half:
+        warnings.warn(
+            f"parameters in float16: {', '.join(half[:5])}{', …' if len(half) > 5 else ''}. Updates "
+            "below 2^-11 of a weight are rounded away; keep them in float32 and cast inside the "
+            "loss function, e.g. with jscale.Policy.cast_to_compute.",
+            stacklevel=3,
+        )
+
+
+def _check_matches(grads: PyTree, params: PyTree | None) -> None:
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return
+    difference = mismatch(grads, params, allow_none=True)
+    if difference:
+        raise ValueError(
+            f"the gradients do not match the parameters: {difference}. "
+            "Differentiate with respect to what the optimizer was initialised with."
+        )

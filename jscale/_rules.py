@@ -1,0 +1,277 @@
+"""How the loss scale moves: pure rules, in the form of optax's init/update pairs."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._finite import AxisName, axes_of, global_norm
+from ._tree import PyTree, at_least_f32, describe, inexact_leaves
+
+_F32 = np.finfo(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What a rule may look at after a backward pass.
+
+    `amax` and `grad_norm` are worked out when a rule asks for them, and cost nothing otherwise.
+
+    Attributes:
+      finite: bool[], whether the gradients were finite.
+      loss: f32[], the unscaled loss, or None if the caller did not pass it.
+      grads: the unscaled gradients, or None.
+      axis_name: axes of shard_map over which the gradients are spread, or None.
+
+    >>> import jax.numpy as jnp, jscale
+    >>> float(jscale.Observation(finite=True, grads={"w": jnp.array([3.0, -4.0])}).amax)
+    4.0
+    """
+
+    finite: jax.typing.ArrayLike
+    loss: jax.typing.ArrayLike | None = None
+    grads: PyTree | None = None
+    axis_name: AxisName = dataclasses.field(default=None, metadata={"static": True})
+
+    def _need_grads(self, name: str) -> PyTree:
+        if self.grads is None:
+            raise ValueError(
+                f"the rule asks for {name}, but this Observation has no gradients: "
+                "pass grads=, unscaled."
+            )
+        return self.grads
+
+    @property
+    def amax(self) -> jax.Array:
+        """f32[], the largest magnitude among the unscaled gradients; 0 if there are none."""
+        leaves = inexact_leaves(self._need_grads("amax"))
+        largest = [
+            jnp.max(jnp.abs(at_least_f32(x)), initial=0).astype(jnp.float32) for x in leaves
+        ]
+        amax = jnp.max(jnp.stack(largest)) if largest else jnp.zeros((), jnp.float32)
+        axes = axes_of(self.axis_name)
+        return lax.pmax(amax, axes) if axes else amax
+
+    @property
+    def grad_norm(self) -> jax.Array:
+        """f32[], the Euclidean norm of the unscaled gradients."""
+        return global_norm(self._need_grads("grad_norm"), self.axis_name)
+
+
+class ScaleRule(NamedTuple):
+    """A rule for the loss scale: two pure functions, as `optax.GradientTransformation` has.
+
+    Attributes:
+      init: `init() -> state`, a NamedTuple of arrays with a field `loss_scale` (f32).
+      update: `update(state, observation) -> state`, called once per step, traced under jit; the
+        state that comes out has the structure, shapes and dtypes of the one that went in.
+    """
+
+    init: Callable[[], Any]
+    update: Callable[[Any, Observation], Any]
+
+
+def _number(name: str, value: Any, remedy: str) -> float:
+    """A configuration number as a float, or an error in one sentence."""
+    if isinstance(value, bool) or not (
+        isinstance(value, numbers.Real)
+        or (hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number))
+    ):
+        raise TypeError(f"{name} must be a number, got {value!r} ({describe(value)}): {remedy}.")
+    if np.ndim(value) != 0:
+        raise TypeError(f"{name} must be a scalar, got {describe(value)}: {remedy}.")
+    return float(value)
+
+
+def check_scale(name: str, value: Any) -> float:
+    """`value` as a legal scale: positive, finite and normal in float32."""
+    remedy = "pass a positive number, best a power of two such as 2**16"
+    scale = _number(name, value, remedy)
+    if not math.isfinite(scale) or not float(_F32.tiny) <= scale <= float(_F32.max):
+        raise ValueError(f"{name} must be positive, finite and normal in float32, got {scale}: {remedy}.")
+    return scale
+
+
+def _count(name: str, value: Any) -> int:
+    count = _number(name, value, "pass a whole number of at least 1")
+    if count != int(count) or not 1 <= count < 2**31:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}: it counts steps.")
+    return int(count)
+
+
+class DynamicState(NamedTuple):
+    """State of `dynamic`.
+
+    Attributes:
+      loss_scale: f32[], the scale for the next backward pass.
+      growth_tracker: i32[], clean steps since the last growth or overflow.
+      hysteresis_tracker: i32[], overflows left before the scale drops; at 0 every one drops it.
+      at_min: bool[], the scale is at `min_scale` and cannot be lowered further.
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    at_min: jax.Array
+
+
+def dynamic(
+    init_scale: float = 2.0**16,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-24,
+    max_scale: float = 2.0**32,
+    hysteresis: int = 1,
+    refill: Literal["growth", "clean", "drop"] = "growth",
+) -> ScaleRule:
+    """Grow after `growth_interval` clean steps in a row, back off on overflow.
+
+    The rule of torch.amp.GradScaler with bounds on both sides, and with the hysteresis of
+    Megatron, apex or Paddle. The growth happens on the `growth_interval`-th clean step.
+
+    Gradients that are all zero count as clean: they may have underflowed, and growth is the cure.
+    Under a parameter group that never gets a gradient the scale therefore climbs to `max_scale`
+    and stays there; `grad_norm` in the metrics is then 0.
+
+    Args:
+      init_scale: scale of the first step.
+      growth_factor: multiplies the scale, above 1.
+      backoff_factor: multiplies the scale on overflow, in (0, 1).
+      growth_interval: clean steps in a row before a growth.
+      min_scale: the scale never falls below it. The default, 2^-24, is far below 1: where
+        activations are large, gradients overflow at a scale of 1 and a floor there never lets go.
+      max_scale: the scale never grows above it.
+      hysteresis: how many overflows it takes to lower the scale. An overflow that is let pass
+        still restarts the count of clean steps.
+      refill: when spent hysteresis comes back: on `"growth"` (Megatron), on every `"clean"` step
+        (apex's update_scale_hysteresis), or on every clean step and after each `"drop"` (Paddle).
+
+    Returns:
+      A `ScaleRule` whose state is a `DynamicState`.
+
+    Raises:
+      TypeError, ValueError: a setting is not a number, or is out of range.
+
+    >>> import jscale
+    >>> rule = jscale.dynamic(4, growth_interval=2)
+    >>> state = rule.init()
+    >>> for finite in (True, True, False):
+    ...     state = rule.update(state, jscale.Observation(finite=finite))
+    ...     print(float(state.loss_scale))
+    4.0
+    8.0
+    4.0
+    """
+    init_scale = check_scale("init_scale", init_scale)
+    min_scale = check_scale("min_scale", min_scale)
+    max_scale = check_scale("max_scale", max_scale)
+    growth_interval = _count("growth_interval", growth_interval)
+    hysteresis = _count("hysteresis", hysteresis)
+    growth = _number("growth_factor", growth_factor, "2 is usual")
+    backoff = _number("backoff_factor", backoff_factor, "0.5 is usual")
+    if not 1 < growth < math.inf:
+        raise ValueError(f"growth_factor must be finite and above 1, got {growth}: 2 is usual.")
+    if not 0 < backoff < 1:
+        raise ValueError(f"backoff_factor must lie strictly between 0 and 1, got {backoff}: 0.5 is usual.")
+    if min_scale > max_scale:
+        raise ValueError(
+            f"min_scale must not exceed max_scale, got {min_scale} > {max_scale}: swap or widen them."
+        )
+    if not min_scale <= init_scale <= max_scale:
+        raise ValueError(
+            f"init_scale must lie within [min_scale, max_scale] = [{min_scale}, {max_scale}], "
+            f"got {init_scale}: move it or widen the bounds."
+        )
+    if refill not in ("growth", "clean", "drop"):
+        raise ValueError(f"refill must be 'growth', 'clean' or 'drop', got {refill!r}: see the docstring.")
+
+    def init() -> DynamicState:
+        return DynamicState(
+            loss_scale=jnp.asarray(init_scale, jnp.float32),
+            growth_tracker=jnp.zeros((), jnp.int32),
+            hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
+            at_min=jnp.asarray(np.float32(init_scale) <= np.float32(min_scale)),
+        )
+
+    def update(state: DynamicState, observation: Observation) -> DynamicState:
+        scale, clean_steps, credit, _ = state
+        finite = jnp.asarray(observation.finite, bool)
+        # Not ==: a run may be resumed with a shorter interval than the count it had reached.
+        grow = finite & (clean_steps + 1 >= growth_interval)
+        left = jnp.maximum(credit - 1, 0)
+        drop = ~finite & (left == 0)
+
+        factor = jnp.where(grow, np.float32(growth), jnp.where(drop, np.float32(backoff), np.float32(1)))
+        scale = jnp.clip(scale * factor, np.float32(min_scale), np.float32(max_scale))
+        refills = {"growth": grow, "clean": finite, "drop": finite | drop}[refill]
+        return DynamicState(
+            loss_scale=scale,
+            growth_tracker=jnp.where(finite & ~grow, clean_steps + 1, 0),
+            hysteresis_tracker=jnp.where(refills, hysteresis, jnp.where(finite, credit, left)),
+            at_min=scale <= np.float32(min_scale),
+        )
+
+    return ScaleRule(init, update)
+
+
+class StaticState(NamedTuple):
+    """State of `static`: `loss_scale`, f32[]."""
+
+    loss_scale: jax.Array
+
+
+def static(scale: float) -> ScaleRule:
+    """A constant scale. Steps with non-finite gradients are still skipped.
+
+    Args:
+      scale: positive, finite and normal in float32.
+
+    Returns:
+      A `ScaleRule` whose state is a `StaticState`.
+
+    Raises:
+      TypeError, ValueError: `scale` is not a number, or is out of range.
+
+    >>> import jscale
+    >>> float(jscale.static(1024).init().loss_scale)
+    1024.0
+    """
+    scale = check_scale("scale", scale)
+    return ScaleRule(
+        init=lambda: StaticState(jnp.asarray(scale, jnp.float32)),
+        update=lambda state, observation: state,
+    )
+
+
+class OffState(NamedTuple):
+    """State of `off`: `loss_scale`, f32[], always 1."""
+
+    loss_scale: jax.Array
+
+
+def off() -> ScaleRule:
+    """No scale and no check, for bfloat16 and float32 runs of the same training loop.
+
+    `with_loss_scale(inner, off())` is bitwise `inner`: nothing is looked at, skipped or cast, and
+    `metrics` reports neither a scale nor a norm.
+
+    Returns:
+      A `ScaleRule` whose state is an `OffState`.
+
+    >>> import jscale
+    >>> float(jscale.off().init().loss_scale)
+    1.0
+    """
+    return ScaleRule(
+        init=lambda: OffState(jnp.ones((), jnp.float32)),
+        update=lambda state, observation: state,
+    )
