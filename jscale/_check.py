@@ -56,9 +56,9 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
         )
     if skips >= max_skips:
         cause = (
-            "Gradients are inf or NaN and the scale is falling to where they fit: a lower init_scale "
-            "skips fewer steps. If they are NaN at any scale, look at the forward pass: pass loss= "
-            "to update to have it checked."
+            "Gradients are inf or NaN. If the scale is still falling to where they fit, a lower "
+            "init_scale skips fewer steps; if they are NaN at any scale, look at the forward pass: "
+            "pass loss= to update to have it checked."
             if overflow
             else "Gradients are finite: the caller's apply= vetoed the steps."
         )

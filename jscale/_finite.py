@@ -53,10 +53,11 @@ def _tracks_varying_axes(axis: str) -> bool:
 
 
 def _norm(leaves: list[jax.Array]) -> jax.Array:
-    # The same expression as inside optax.clip_by_global_norm, so that XLA computes both once.
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    return optax.tree.norm([x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves])
+    single = lambda x: x.astype(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32)
+    # The same expression as inside optax.clip_by_global_norm, so that XLA computes both once.
+    return optax.tree.norm([single(x) for x in leaves])
 
 
 def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
@@ -67,18 +68,18 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
     With check_vma=False (and in pmap) JAX does not say which is which: gradients are then taken to
     be averaged already, and the squares are averaged over the devices.
     """
-    leaves = [at_least_f32(x) for x in inexact_leaves(tree)]
+    leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
     axes = axes_of(axis_name)
     if not axes:
-        return _norm(leaves).astype(jnp.float32)
+        return _norm(leaves)
     if not all(_tracks_varying_axes(a) for a in axes):
-        return jnp.sqrt(lax.pmean(jnp.square(_norm(leaves).astype(jnp.float32)), axes))
+        return jnp.sqrt(lax.pmean(jnp.square(_norm(leaves)), axes))
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for x in leaves:
         by_axes.setdefault(tuple(a for a in axes if a in _varying(x)), []).append(x)
     total = jnp.zeros((), jnp.float32)
     for varying, group in by_axes.items():
-        square = jnp.square(_norm(group).astype(jnp.float32))
+        square = jnp.square(_norm(group))
         total += lax.psum(square, varying) if varying else square
     return jnp.sqrt(total)
 
@@ -112,11 +113,9 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
     >>> jscale.select(jnp.array(False), new, old)
     {'mean': Array([0., 0.], dtype=float32)}
     """
-    difference = mismatch(new, old)
-    if difference or jax.tree.structure(new) != jax.tree.structure(old):
+    if difference := mismatch(new, old):
         raise ValueError(
-            "select needs two trees of one structure, but new differs from old: "
-            f"{difference or 'the container types are not the same'}."
+            f"select needs trees of one structure, but new is not like old: {difference}."
         )
 
     def pick(path, n, o):
@@ -134,7 +133,7 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
 
 
 def strong(x: Any) -> Any:
-    """`x` without a weak type; what is no array is returned as it is."""
-    if isinstance(x, jax.Array) and x.weak_type:
-        return lax.convert_element_type(x, x.dtype)
-    return x
+    """`x` as an array without a weak type; what is neither array nor number is left as it is."""
+    if isinstance(x, bool | int | float | complex):
+        x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x

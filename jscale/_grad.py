@@ -50,7 +50,9 @@ def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
     98304.0
     """
     if isinstance(loss, tuple):
-        raise TypeError("the loss function returned a tuple: return the loss alone, or pass has_aux=True.")
+        raise TypeError(
+            "the loss function returned a tuple: return the loss alone, or pass has_aux=True."
+        )
     if not (isinstance(loss, float) or hasattr(loss, "dtype")) or not jnp.issubdtype(
         jnp.result_type(loss), jnp.floating
     ):
@@ -59,7 +61,9 @@ def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
             "cast it, e.g. loss.astype(jnp.float32)."
         )
     if jnp.ndim(loss) != 0:
-        raise ValueError(f"the loss must be a scalar, got {describe(loss)}: reduce it, e.g. loss.mean().")
+        raise ValueError(
+            f"the loss must be a scalar, got {describe(loss)}: reduce it, e.g. loss.mean()."
+        )
     loss = at_least_f32(loss)
     return loss * _as_scale(loss_scale).astype(loss.dtype)
 
@@ -124,7 +128,8 @@ def value_and_grad(
 
     >>> import jax.numpy as jnp, jscale
     >>> loss_fn = lambda w, x: jnp.sum(w * x)
-    >>> loss, grads = jscale.value_and_grad(loss_fn, 2.0**16)(jnp.ones(3), jnp.array([2.0, 4.0, 6.0]))
+    >>> w, x = jnp.ones(3), jnp.array([2.0, 4.0, 6.0])
+    >>> loss, grads = jscale.value_and_grad(loss_fn, 2.0**16)(w, x)
     >>> print(loss, grads)
     12.0 [2. 4. 6.]
     """

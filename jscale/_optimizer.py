@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._finite import AxisName, everywhere, global_norm, select, strong
+from ._finite import AxisName, axes_of, everywhere, global_norm, select, strong
 from ._rules import Observation, OffState, ScaleRule, dynamic
-from ._tree import PyTree, at_least_f32, describe, is_inexact, map_inexact, mismatch, path_name
+from ._tree import (
+    PyTree,
+    at_least_f32,
+    describe,
+    listing,
+    map_inexact,
+    mismatch,
+    path_name,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -40,9 +48,10 @@ class LossScaleState(NamedTuple):
 
 
 def _is_state(x: Any) -> bool:
-    # nnx.State and flax.serialization turn a NamedTuple into a mapping from its field names.
+    # nnx.State and flax.serialization turn a NamedTuple into a mapping from its field names,
+    # and leave out a field without leaves.
     return isinstance(x, LossScaleState) or (
-        isinstance(x, Mapping) and set(LossScaleState._fields) - {"grad_norm"} <= set(x)
+        isinstance(x, Mapping) and set(LossScaleState._fields) - {"grad_norm", "inner"} <= set(x)
     )
 
 
@@ -126,7 +135,7 @@ def _f32(tree: PyTree) -> PyTree:
 
 
 def _nothing(x: Any, finite: jax.Array) -> Any:
-    """`x`, or on a skipped step what leaves a parameter's bits alone: -0.0, since -0.0 + 0.0 is 0.0."""
+    """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     if not hasattr(x, "dtype"):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -138,17 +147,17 @@ def _nothing(x: Any, finite: jax.Array) -> Any:
 
 def _flag(name: str, value: Any) -> jax.Array:
     if jnp.ndim(value) != 0 or jnp.result_type(value) != jnp.bool_:
-        raise TypeError(f"{name}= must be a boolean scalar, got {describe(value)}: reduce it with jnp.all.")
+        raise TypeError(
+            f"{name}= must be a boolean scalar, got {describe(value)}: reduce it with jnp.all."
+        )
     return jnp.asarray(value)
 
 
 def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> Any:
     new = rule.update(state, observation)
-    difference = mismatch(new, state)
-    if difference or jax.tree.structure(new) != jax.tree.structure(state):
+    if difference := mismatch(new, state):
         raise TypeError(
-            "a scale rule's update must return a state like the one it was given, "
-            f"but {difference or 'the container types differ'}."
+            f"a scale rule's update must return a state like the one it was given: {difference}."
         )
     return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, state)
 
@@ -199,7 +208,8 @@ def with_loss_scale(
     rule = dynamic() if rule is None else rule
     if not isinstance(rule, ScaleRule):
         raise TypeError(
-            f"rule must be a ScaleRule, got {rule!r}: use jscale.dynamic(), jscale.static(1024) or jscale.off()."
+            f"rule must be a ScaleRule, got {rule!r}: "
+            "use jscale.dynamic(), jscale.static(1024) or jscale.off()."
         )
     if isinstance(inner, optax.MultiSteps):
         # Its own gradient_transformation() would drop the extra arguments.
@@ -208,7 +218,8 @@ def with_loss_scale(
         tx = optax.with_extra_args_support(inner)
     else:
         raise TypeError(
-            f"inner must be an optax.GradientTransformation, got {describe(inner)}: e.g. optax.adamw(3e-4)."
+            f"inner must be an optax.GradientTransformation, got {describe(inner)}: "
+            "pass e.g. optax.adamw(3e-4)."
         )
 
     def init(params: PyTree) -> LossScaleState:
@@ -235,35 +246,44 @@ def with_loss_scale(
         )
 
     def update(updates, state, params=None, *, loss=None, apply=None, **extra_args):
+        if not isinstance(state, LossScaleState):
+            raise TypeError(
+                f"state must be a LossScaleState, got {describe(state)}: pass what init returned."
+            )
+        is_off = state.grad_norm is None
         given = {"loss": loss, "apply": apply}
         extra_args |= {name: value for name, value in given.items() if value is not None}
-        if not isinstance(state, LossScaleState):
-            raise TypeError(f"state must be a LossScaleState, got {describe(state)}: pass what init returned.")
+
         loss_finite = state.loss_finite
         if loss is not None:
+            if jnp.ndim(loss) != 0:
+                raise TypeError(f"loss= must be a scalar, got {describe(loss)}: reduce it.")
             loss_finite = everywhere(jnp.isfinite(at_least_f32(loss)), axis_name)
-        if isinstance(state.rule, OffState):
-            updates, inner_state = tx.update(updates, state.inner, params, **extra_args)
-            return updates, state._replace(
-                loss_finite=loss_finite, applied_steps=state.applied_steps + 1, inner=inner_state
-            )
+        allowed = None if apply is None else everywhere(_flag("apply", apply), axis_name)
 
-        _check_matches(updates, params)
-        grads, params = _f32(updates), _f32(params)
-        # The check comes first: a clip or an average would hide an overflow.
-        norm = global_norm(grads, axis_name)
-        grads_finite = jnp.isfinite(norm)
-        finite = grads_finite
-        if apply is not None:
-            finite &= everywhere(_flag("apply", apply), axis_name)
+        if not is_off:
+            _check_matches(updates, params)
+            updates, params = _f32(updates), _f32(params)
+        grads = updates
+        # The norm comes first: a clip or an average would hide an overflow.
+        norm = None if is_off else global_norm(grads, axis_name)
+        grads_finite = jnp.array(True) if norm is None else jnp.isfinite(norm)
+        finite = grads_finite if allowed is None else grads_finite & allowed
 
         updates, inner_state = tx.update(grads, state.inner, params, **extra_args)
-        updates = jax.tree.map(lambda u: _nothing(u, finite), updates)
+        if not is_off or allowed is not None:
+            if difference := mismatch(inner_state, state.inner):
+                raise ValueError(
+                    "the wrapped optimizer must keep the structure of its state, "
+                    f"or a step could not be skipped: {difference}."
+                )
+            updates = jax.tree.map(lambda u: _nothing(u, finite), updates)
+            inner_state = select(finite, inner_state, state.inner)
         # Added, not selected: XLA makes one kernel fewer of it.
         count = lambda flag, n: n + flag.astype(n.dtype)
         return updates, LossScaleState(
             rule=_next_rule_state(
-                rule, state.rule, Observation(grads_finite, loss, grads, axis_name)
+                rule, state.rule, Observation(grads_finite, loss, grads, axes_of(axis_name))
             ),
             finite=finite,
             grad_norm=norm,
@@ -271,7 +291,7 @@ def with_loss_scale(
             applied_steps=count(finite, state.applied_steps),
             skipped_steps=count(~finite, state.skipped_steps),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-            inner=select(finite, inner_state, state.inner),
+            inner=inner_state,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -279,12 +299,12 @@ def with_loss_scale(
 
 def _warn_about_half(params: PyTree) -> None:
     flat = jax.tree_util.tree_leaves_with_path(params)
-    half = [path_name(path) for path, x in flat if is_inexact(x) and describe(x).startswith("float16")]
+    half = [path_name(path) for path, x in flat if getattr(x, "dtype", None) == jnp.float16]
     if half:
         warnings.warn(
-            f"parameters in float16: {', '.join(half[:5])}{', …' if len(half) > 5 else ''}. Updates "
-            "below 2^-11 of a weight are rounded away; keep them in float32 and cast inside the "
-            "loss function, e.g. with jscale.Policy.cast_to_compute.",
+            f"parameters in float16: {listing(half)}. Updates below 2^-11 of a weight are rounded "
+            "away: keep them in float32 and cast inside the loss function, e.g. with "
+            "jscale.Policy.cast_to_compute.",
             stacklevel=3,
         )
 
@@ -294,8 +314,7 @@ def _check_matches(grads: PyTree, params: PyTree | None) -> None:
         params = params.fast
     if params is None:
         return
-    difference = mismatch(grads, params, allow_none=True)
-    if difference:
+    if difference := mismatch(grads, params, allow_none=True):
         raise ValueError(
             f"the gradients do not match the parameters: {difference}. "
             "Differentiate with respect to what the optimizer was initialised with."

@@ -30,7 +30,7 @@ def _dtype(value: Any) -> Any:
         name = _half() if value == "half" else _NAMES.get(value, value)
     try:
         dtype = jnp.dtype(name)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if value is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError
     except TypeError:
         raise ValueError(
@@ -48,7 +48,8 @@ def _parse(text: str) -> tuple[Any, Any, Any]:
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _ROLES:
             raise ValueError(
-                f"unknown key {key!r} in policy {text!r}: use params=, compute= and output= (or p=, c=, o=)."
+                f"unknown key {key!r} in policy {text!r}: "
+                "use params=, compute= and output= (or p=, c=, o=)."
             )
         if _ROLES[key] in found:
             raise ValueError(f"policy {text!r} sets {key!r} twice: keep one of the two.")
@@ -106,15 +107,20 @@ class Policy:
         if (compute_dtype is None) != (output_dtype is None):
             raise TypeError(
                 "Policy takes one dtype (or string) for all, or all three of param_dtype, "
-                f"compute_dtype and output_dtype; got {param_dtype!r}, {compute_dtype!r}, {output_dtype!r}."
+                "compute_dtype and output_dtype; "
+                f"got {param_dtype!r}, {compute_dtype!r}, {output_dtype!r}."
             )
         if compute_dtype is not None:
             dtypes = _dtype(param_dtype), _dtype(compute_dtype), _dtype(output_dtype)
         else:
-            dtypes = _parse(param_dtype) if isinstance(param_dtype, str) else (_dtype(param_dtype),) * 3
+            dtypes = (
+                _parse(param_dtype) if isinstance(param_dtype, str) else (_dtype(param_dtype),) * 3
+            )
         if isinstance(keep_f32, str):
             keep_f32 = (keep_f32,)
-        for name, value in zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True):
+        for name, value in zip(
+            ("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True
+        ):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "keep_f32", tuple(keep_f32))
 

@@ -52,9 +52,7 @@ class Observation:
     def amax(self) -> jax.Array:
         """f32[], the largest magnitude among the unscaled gradients; 0 if there are none."""
         leaves = inexact_leaves(self._need_grads("amax"))
-        largest = [
-            jnp.max(jnp.abs(at_least_f32(x)), initial=0).astype(jnp.float32) for x in leaves
-        ]
+        largest = [jnp.max(jnp.abs(at_least_f32(x)), initial=0).astype(jnp.float32) for x in leaves]
         amax = jnp.max(jnp.stack(largest)) if largest else jnp.zeros((), jnp.float32)
         axes = axes_of(self.axis_name)
         return lax.pmax(amax, axes) if axes else amax
@@ -95,14 +93,18 @@ def check_scale(name: str, value: Any) -> float:
     remedy = "pass a positive number, best a power of two such as 2**16"
     scale = _number(name, value, remedy)
     if not math.isfinite(scale) or not float(_F32.tiny) <= scale <= float(_F32.max):
-        raise ValueError(f"{name} must be positive, finite and normal in float32, got {scale}: {remedy}.")
+        raise ValueError(
+            f"{name} must be positive, finite and normal in float32, got {scale}: {remedy}."
+        )
     return scale
 
 
 def _count(name: str, value: Any) -> int:
     count = _number(name, value, "pass a whole number of at least 1")
-    if count != int(count) or not 1 <= count < 2**31:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}: it counts steps.")
+    if not 1 <= count < 2**31 or count != int(count):
+        raise ValueError(
+            f"{name} must be a whole number of at least 1, got {value!r}: it counts steps."
+        )
     return int(count)
 
 
@@ -181,10 +183,12 @@ def dynamic(
     if not 1 < growth < math.inf:
         raise ValueError(f"growth_factor must be finite and above 1, got {growth}: 2 is usual.")
     if not 0 < backoff < 1:
-        raise ValueError(f"backoff_factor must lie strictly between 0 and 1, got {backoff}: 0.5 is usual.")
+        raise ValueError(
+            f"backoff_factor must lie strictly between 0 and 1, got {backoff}: 0.5 is usual."
+        )
     if min_scale > max_scale:
         raise ValueError(
-            f"min_scale must not exceed max_scale, got {min_scale} > {max_scale}: swap or widen them."
+            f"min_scale must not exceed max_scale, got {min_scale} > {max_scale}: swap them."
         )
     if not min_scale <= init_scale <= max_scale:
         raise ValueError(
@@ -192,7 +196,9 @@ def dynamic(
             f"got {init_scale}: move it or widen the bounds."
         )
     if refill not in ("growth", "clean", "drop"):
-        raise ValueError(f"refill must be 'growth', 'clean' or 'drop', got {refill!r}: see the docstring.")
+        raise ValueError(
+            f"refill must be 'growth', 'clean' or 'drop', got {refill!r}: see the docstring."
+        )
 
     def init() -> DynamicState:
         return DynamicState(
@@ -210,7 +216,9 @@ def dynamic(
         left = jnp.maximum(credit - 1, 0)
         drop = ~finite & (left == 0)
 
-        factor = jnp.where(grow, np.float32(growth), jnp.where(drop, np.float32(backoff), np.float32(1)))
+        factor = jnp.where(
+            grow, np.float32(growth), jnp.where(drop, np.float32(backoff), np.float32(1))
+        )
         scale = jnp.clip(scale * factor, np.float32(min_scale), np.float32(max_scale))
         refills = {"growth": grow, "clean": finite, "drop": finite | drop}[refill]
         return DynamicState(

@@ -1,5 +1,6 @@
 """Which leaves a loss scale may touch, and how a leaf is named in a message."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ PyTree = Any
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` is a real or complex floating-point array or number (not float0, int, bool, key)."""
+    """Whether `x` is a floating-point or complex array or number (not float0, int, bool, key)."""
     if isinstance(x, float | complex):
         return True
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -40,7 +41,7 @@ def _is_gradient(path: Any, x: Any) -> bool:
 
 
 def map_inexact(fn: Callable[..., Any], tree: PyTree) -> PyTree:
-    """`fn(path, leaf)` on every inexact leaf; all others, and fp8 overwrite leaves, pass through."""
+    """`fn(path, leaf)` on every inexact leaf; others and fp8 overwrite leaves pass through."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: fn(path, x) if _is_gradient(path, x) else x, tree
     )
@@ -62,30 +63,29 @@ def describe(x: Any) -> str:
     return type(x).__name__
 
 
+def listing(paths: list[str]) -> str:
+    """The first few of `paths`, for a message."""
+    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+
+
 def mismatch(tree: PyTree, reference: PyTree, *, allow_none: bool = False) -> str | None:
-    """Says where `tree` differs from `reference` in paths or shapes, or None if it does not.
+    """Says how `tree` differs from `reference` in structure or shapes, or None if it does not.
 
-    `allow_none` lets `tree` hold None where `reference` holds a leaf (a parameter without gradient).
+    `allow_none` lets `tree` hold None where `reference` holds a leaf: no gradient for it.
     """
-
-    def leaves(t):
-        flat = jax.tree_util.tree_leaves_with_path(t, is_leaf=lambda x: x is None)
-        return {path_name(path): x for path, x in flat}
-
-    got, want = leaves(tree), leaves(reference)
-    extra = [p for p, x in got.items() if p not in want and x is not None]
-    missing = [p for p, x in want.items() if p not in got and x is not None]
-    if extra or missing:
-        sides = [
-            f"{label} {', '.join(paths[:5])}{', …' if len(paths) > 5 else ''}"
-            for label, paths in (("unexpected", extra), ("missing", missing))
-            if paths
-        ]
-        return "; ".join(sides)
-    for path, x in got.items():
-        ref = want.get(path)
-        if x is None and allow_none:
-            continue
-        if (x is None) != (ref is None) or _shape(x) != _shape(ref):
-            return f"at {path} {describe(x)}, expected {describe(ref)}"
+    is_leaf = lambda x: x is None
+    flatten: Any = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=is_leaf)
+    (got, got_def), (want, want_def) = flatten(tree), flatten(reference)
+    if got_def != want_def:
+        names = [path_name(path) for path, _ in got], [path_name(path) for path, _ in want]
+        extra = [n for n, (_, x) in zip(names[0], got, strict=True) if n not in set(names[1])]
+        missing = [n for n, (_, x) in zip(names[1], want, strict=True) if n not in set(names[0])]
+        sides = [f"unexpected {listing(extra)}"] if extra else []
+        sides += [f"missing {listing(missing)}"] if missing else []
+        return "; ".join(sides) or "the containers are of different types"
+    for (path, x), (_, ref) in zip(got, want, strict=True):
+        if not (x is None and allow_none) and (
+            (x is None) != (ref is None) or _shape(x) != _shape(ref)
+        ):
+            return f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
     return None

@@ -1,0 +1,119 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import jscale
+from jscale._finite import global_norm
+
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
+OTHERS = [
+    None,
+    jnp.arange(3),
+    jnp.array([True, False]),
+    jax.random.key(0),
+    jax.random.PRNGKey(0),
+    np.zeros((2,), jax.dtypes.float0),
+    jnp.zeros((2,), jnp.int4),
+]
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(FLOATS), max_size=3),
+    st.lists(st.sampled_from(OTHERS), max_size=3),
+    st.sampled_from([0.0, 1.0, np.inf, -np.inf, np.nan]),
+)
+def test_all_finite_looks_at_every_float_and_at_nothing_else(dtypes, others, value):
+    floats = [jnp.zeros((3,), d).at[1].set(jnp.asarray(value, d)) for d in dtypes]
+    tree = {"floats": floats, "others": others, "empty": jnp.zeros((0, 4))}
+    assert bool(jscale.all_finite(tree)) == (not floats or bool(np.isfinite(value)))
+
+
+def test_all_finite_sees_both_parts_of_a_complex_number():
+    for z in (complex(0, np.inf), complex(np.nan, 0)):
+        assert not bool(jscale.all_finite({"z": jnp.array([z], jnp.complex64)}))
+
+
+def test_the_largest_float16_is_finite_and_its_sum_overflow_is_not_seen():
+    assert bool(jscale.all_finite(jnp.full(4, 65504, jnp.float16)))
+    assert not bool(jnp.isfinite(jnp.sum(jnp.full(4, 30000, jnp.float16), dtype=jnp.float16)))
+    assert bool(jscale.all_finite(jnp.full(4, 30000, jnp.float16)))
+
+
+def test_norm_is_taken_in_float32():
+    assert float(global_norm({"w": jnp.array([300], jnp.float16)})) == 300
+    assert float(global_norm({"z": jnp.array([3 + 4j], jnp.complex64)})) == 5
+    assert float(global_norm(OTHERS)) == 0
+    assert global_norm({}).dtype == jnp.float32
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=1, max_size=5))
+def test_norm_is_optax_norm_so_that_both_are_computed_once(values):
+    tree = {"a": jnp.asarray(values, jnp.float32), "b": jnp.ones((2, 2))}
+    np.testing.assert_array_equal(global_norm(tree), optax.tree.norm(tree))
+
+
+def test_norm_overflows_only_above_1e19():
+    assert bool(jnp.isfinite(global_norm(jnp.float32(1e18))))
+    assert not bool(jnp.isfinite(global_norm(jnp.float32(1e20))))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_select_keeps_every_bit_of_what_it_chooses(finite):
+    old = {
+        "f": jnp.array([-0.0, jnp.nan, 1.0]),
+        "h": jnp.array([6e-8, -0.0], jnp.float16),
+        "i": jnp.arange(3),
+        "b": jnp.array([True, False]),
+        "raw": jax.random.PRNGKey(1),
+        "none": None,
+        "empty": jnp.zeros((0,)),
+    }
+    new = jax.tree.map(jnp.zeros_like, old)
+    got = jscale.select(jnp.array(finite), new, old)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(new if finite else old), strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_array_equal(bits(g), bits(w))
+
+
+def test_select_takes_typed_keys_and_static_leaves():
+    old = {"key": jax.random.key(0), "act": jax.nn.relu, "name": "x", "eps": 1e-6}
+    new = {**old, "key": jax.random.key(1)}
+    got = jscale.select(False, new, old)
+    assert bool(got["key"] == old["key"])
+    assert got["act"] is jax.nn.relu and got["name"] == "x" and got["eps"] == 1e-6
+    assert bool(jscale.select(True, new, old)["key"] == new["key"])
+
+
+def test_select_gives_the_dtypes_of_old():
+    got = jscale.select(True, {"ema": jnp.ones(2, jnp.float32)}, {"ema": jnp.zeros(2, jnp.float16)})
+    assert got["ema"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "new, old, words",
+    [
+        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "unexpected a; missing b"),
+        ({"a": {"w": jnp.ones(2)}}, {"a": {"w": jnp.ones(3)}}, r"at a/w float32\[2\], expected"),
+        ([jnp.ones(2)], (jnp.ones(2),), "the containers are of different types"),
+        ({"f": jax.nn.relu}, {"f": jax.nn.gelu}, "between arrays only, but at f new has"),
+        ({"f": None}, {"f": jnp.ones(2)}, "missing f|at f NoneType"),
+    ],
+)
+def test_select_names_where_two_trees_differ(new, old, words):
+    with pytest.raises(ValueError, match=words):
+        jscale.select(True, new, old)
+
+
+def test_select_is_one_where_under_vmap():
+    finite = jnp.array([True, False])
+    got = jax.vmap(jscale.select)(finite, jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(got, [[1, 1, 1], [0, 0, 0]])
