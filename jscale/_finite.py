@@ -94,7 +94,9 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the step was applied, else `old`, bit for bit, with the types of `old`.
 
     For whatever a step changes outside the optimizer: batch statistics, an average of the
-    parameters, dropout keys. NaN-safe, since it selects and never multiplies.
+    parameters, dropout keys. NaN-safe, since it selects and never multiplies. Flax NNX modules
+    change in place: take `old` with `nnx.as_pure(nnx.state(model, ...))` before the step, or both
+    trees are the new one.
 
     Args:
       finite: bool[], usually `opt_state.finite` after the update.

@@ -178,13 +178,15 @@ def with_loss_scale(
 
     Put clipping, decay, accumulation and everything else inside: what is chained in front hides
     overflows, what is chained behind is not skipped. `optax.MultiSteps` may be given as it is; a
-    skipped micro-batch is dropped and its window takes one more.
+    skipped micro-batch is dropped and its window takes one more. (Around the wrapper, MultiSteps
+    would keep the first inf in its sum for ever.)
 
     Args:
       inner: the optimizer.
       rule: `dynamic` (the default), `static`, `off`, or any `ScaleRule`.
       axis_name: inside shard_map or pmap, the axis or axes over which all devices must decide
-        alike. Not needed under jit, whatever the shardings.
+        alike. Not needed under jit, whatever the shardings. An `inner` that takes norms itself, as
+        clipping does, sees one device's gradients there.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `LossScaleState`. `update` takes
