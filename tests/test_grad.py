@@ -147,15 +147,21 @@ def test_arguments_go_where_jax_puts_them():
     assert jscale.value_and_grad(mlp_loss, 4).__name__ == "mlp_loss"
 
 
-def test_a_gradient_penalty_is_the_same_at_any_scale():
+@pytest.mark.parametrize("dtype", [F16, jnp.float32])
+def test_a_gradient_penalty_is_the_same_at_any_scale(dtype):
     def penalty(w, scale):
-        gradient = jscale.grad(lambda x: jnp.vdot(w, x), scale)(jnp.ones(2))
-        return jnp.square(jnp.linalg.norm(gradient) - 1)
+        score = lambda x: jnp.sum(w.astype(dtype) * x.astype(dtype), dtype=jnp.float32)
+        slope = jscale.grad(score, scale)(jnp.ones(2))
+        return jnp.square(jnp.linalg.norm(slope) - 1)
 
-    for scale in (1.0, 8.0, 2.0**16):
-        loss, grads = jscale.value_and_grad(penalty, scale)(jnp.array([3.0, 4.0]), scale)
+    w = jnp.array([3.0, 4.0])
+    reference = None
+    for scale in (0.125, 1.0, 512.0):
+        loss, grads = jscale.value_and_grad(penalty, scale)(w, scale)
+        reference = grads if reference is None else reference
         assert float(loss) == 16
-        np.testing.assert_allclose(grads, [4.8, 6.4], rtol=2.0**-22)
+        np.testing.assert_array_equal(grads, reference)
+        np.testing.assert_allclose(grads, [4.8, 6.4], rtol=float(jnp.finfo(dtype).eps))
 
 
 def test_two_losses_at_two_scales_add_up_unscaled():

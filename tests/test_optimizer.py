@@ -1,0 +1,183 @@
+"""The wrapper by itself: its decision, its record, its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import jscale
+
+PARAMS = {"w": jnp.ones(2)}
+TX = jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic(8, growth_interval=2))
+KEYS = {
+    "grad_scale",
+    "grad_norm",
+    "finite",
+    "loss_finite",
+    "applied_steps",
+    "skipped_steps",
+    "consecutive_skips",
+}
+
+
+def grads(value):
+    return {"w": jnp.array([0.0, value])}
+
+
+@jax.jit
+def update(state, value, loss, apply):
+    return TX.update(grads(value), state, PARAMS, loss=loss, apply=apply)
+
+
+def test_metrics_have_the_same_keys_before_and_after_a_skip():
+    state = TX.init(PARAMS)
+    for value in (3.0, np.inf, 3.0):
+        assert set(jscale.metrics(state)) == KEYS
+        assert all(x.shape == () for x in jscale.metrics(state).values())
+        _, state = update(state, value, 1.0, True)
+    assert {k: v.item() for k, v in jscale.metrics(state).items()} == {
+        "grad_scale": 4,
+        "grad_norm": 3,
+        "finite": True,
+        "loss_finite": True,
+        "applied_steps": 2,
+        "skipped_steps": 1,
+        "consecutive_skips": 0,
+    }
+    assert set(
+        jscale.metrics(jscale.with_loss_scale(optax.sgd(1.0), jscale.off()).init(PARAMS))
+    ) == (KEYS - {"grad_scale", "grad_norm"})
+
+
+values = st.sampled_from([0.0, 1.0, -1.0, 1e18, 1e20, np.inf, -np.inf, np.nan])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(values, values, st.booleans()), min_size=1, max_size=12))
+def test_the_record_adds_up(steps):
+    state, applied, streak = TX.init(PARAMS), 0, 0
+    rule = jscale.dynamic(8, growth_interval=2)
+    rule_state = rule.init()
+    for value, loss, apply in steps:
+        updates, state = update(state, value, loss, apply)
+        # 1e20 is an overflow: float32 cannot hold its square.
+        clean = bool(abs(value) < 1e19)
+        applied += clean and apply
+        streak = 0 if clean and apply else streak + 1
+        rule_state = rule.update(rule_state, jscale.Observation(finite=clean))
+        assert bool(state.finite) == (clean and apply)
+        assert bool(jnp.isfinite(state.grad_norm)) == clean
+        assert bool(state.loss_finite) == bool(np.isfinite(loss))
+        assert float(state.rule.loss_scale) == float(rule_state.loss_scale)
+        assert int(state.consecutive_skips) == streak
+        want = -np.float32([0.0, value]) if clean and apply else np.float32([-0.0, -0.0])
+        assert np.asarray(updates["w"]).tobytes() == want.tobytes()
+    assert int(state.applied_steps) == applied
+    assert int(state.skipped_steps) == len(steps) - applied
+
+
+@pytest.mark.parametrize("rule", [jscale.dynamic(1.0), jscale.static(1.0)])
+def test_a_scale_of_one_is_a_scale_like_any_other(rule):
+    tx = jscale.with_loss_scale(optax.sgd(1.0), rule)
+    updates, state = tx.update(grads(np.inf), tx.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(updates["w"], [0, 0])
+    assert not bool(state.finite)
+
+
+def test_a_veto_counts_without_a_scale_too():
+    tx = jscale.with_loss_scale(optax.sgd(1.0), jscale.off())
+    updates, state = tx.update(grads(1.0), tx.init(PARAMS), PARAMS, apply=jnp.array(False))
+    np.testing.assert_array_equal(updates["w"], [0, 0])
+    assert (int(state.applied_steps), int(state.skipped_steps)) == (0, 1)
+
+
+def test_a_veto_says_nothing_against_the_scale():
+    state = TX.init(PARAMS)
+    for _ in range(2):
+        _, state = update(state, 1.0, 1.0, False)
+    assert float(jscale.loss_scale(state)) == 16 and int(state.consecutive_skips) == 2
+
+
+def test_a_start_far_too_high_settles_and_goes_on_after_a_restart():
+    tx = jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic(2.0**32, growth_interval=2))
+    update = jax.jit(lambda g, s: tx.update(g, s, PARAMS)[1])
+    state = tx.init(PARAMS)
+    for _ in range(20):
+        state = update(grads(np.inf), state)
+    leaves, structure = jax.tree.flatten(state)
+    state = jax.tree.unflatten(structure, [jnp.asarray(np.array(x)) for x in leaves])
+    for _ in range(2):
+        state = update(grads(1.0), state)
+    assert float(jscale.loss_scale(state)) == 2.0**13
+    assert (int(state.applied_steps), int(state.skipped_steps)) == (2, 20)
+
+
+def test_a_rule_of_ones_own_is_held_to_the_type_of_its_state():
+    def rule(update):
+        return jscale.ScaleRule(lambda: jscale.StaticState(jnp.float32(8)), update)
+
+    coerced = jscale.with_loss_scale(
+        optax.sgd(1.0), rule(lambda s, o: jscale.StaticState(jnp.float16(4)))
+    )
+    _, state = coerced.update(grads(1.0), coerced.init(PARAMS), PARAMS)
+    assert state.rule.loss_scale.dtype == jnp.float32 and float(jscale.loss_scale(state)) == 4
+    for update in (
+        lambda s, o: {"loss_scale": 4.0},
+        lambda s, o: s._replace(loss_scale=jnp.ones(3)),
+    ):
+        tx = jscale.with_loss_scale(optax.sgd(1.0), rule(update))
+        with pytest.raises(TypeError, match="must return a state like the one it was given"):
+            tx.update(grads(1.0), tx.init(PARAMS), PARAMS)
+
+
+def test_a_rule_sees_loss_and_unscaled_gradients():
+    seen = []
+    rule = jscale.ScaleRule(
+        lambda: jscale.StaticState(jnp.float32(8)), lambda s, o: seen.append(o) or s
+    )
+    tx = jscale.with_loss_scale(optax.clip_by_global_norm(0.5), rule)
+    tx.update(grads(3.0), tx.init(PARAMS), PARAMS, loss=jnp.float32(2))
+    (observed,) = seen
+    assert (float(observed.loss), float(observed.amax), float(observed.grad_norm)) == (2, 3, 3)
+
+
+def growing_state():
+    return optax.GradientTransformation(
+        lambda params: {}, lambda updates, state, params=None: (updates, {"seen": jnp.ones(())})
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (
+            lambda: jscale.with_loss_scale(optax.sgd(1.0), 1024),
+            "rule must be a ScaleRule, got 1024",
+        ),
+        (
+            lambda: jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic),
+            "rule must be a ScaleRule",
+        ),
+        (
+            lambda: jscale.with_loss_scale(optax.sgd),
+            "inner must be an optax.GradientTransformation",
+        ),
+        (lambda: TX.update(grads(1.0), optax.sgd(1.0).init(PARAMS), PARAMS), "LossScaleState, got"),
+        (lambda: update(TX.init(PARAMS), 1.0, jnp.ones(3), True), r"loss= must be a scalar, got"),
+        (lambda: update(TX.init(PARAMS), 1.0, 1.0, 1), r"apply= must be a boolean scalar, got"),
+        (lambda: jscale.loss_scale(optax.sgd(1.0).init(PARAMS)), "no loss scale in this state"),
+        (lambda: jscale.loss_scale([TX.init(PARAMS)] * 2), "more than one loss scale .* at 0, 1"),
+        (
+            lambda: (tx := jscale.with_loss_scale(growing_state())).update(
+                grads(1.0), tx.init(PARAMS), PARAMS
+            ),
+            "keep the structure of its state, or a step could not be skipped: unexpected seen",
+        ),
+    ],
+)
+def test_a_mistake_is_one_clear_sentence(wrong, words):
+    with pytest.raises((TypeError, ValueError), match=words) as error:
+        wrong()
+    assert len(str(error.value).splitlines()) == 1
