@@ -114,7 +114,7 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
     Returns:
       `grad_scale` (the scale for the next step), `grad_norm`, `finite`, `loss_finite`,
       `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` describes them.
-      Under `off` the first two are absent.
+      Under `off`, `grad_scale` is 1 and `grad_norm`, which is not looked at, is absent.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.adam(1e-3), jscale.static(1024))
@@ -124,10 +124,7 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
     """
     found = find_state(state)
     rule = found.pop("rule")
-    if found["grad_norm"] is None:
-        del found["grad_norm"]
-        return found
-    return {"grad_scale": rule["loss_scale"], **found}
+    return {"grad_scale": rule["loss_scale"]} | {k: v for k, v in found.items() if v is not None}
 
 
 def _f32(tree: PyTree) -> PyTree:

@@ -66,6 +66,10 @@ class Policy:
     The job of `jmp.Policy`, with its string forms. Only real floating-point leaves are cast;
     integers, booleans, complex numbers, PRNG keys, None and Flax's fp8 overwrite leaves stay.
 
+    A policy says nothing about operations: where a float32 array meets a float16 one, JAX computes
+    in float32, and so does all that follows. Cast inputs too, and give Flax modules their `dtype=`
+    instead: some, such as `nnx.Embed`, fix it when they are made, from the parameters' own.
+
     Args:
       param_dtype: dtype in which parameters are stored. Alone it stands for all three, and it may
         be a whole policy in words: `"params=float32,compute=float16,output=float32"` (or `p=`,

@@ -269,8 +269,7 @@ class OffState(NamedTuple):
 def off() -> ScaleRule:
     """No scale and no check, for bfloat16 and float32 runs of the same training loop.
 
-    `with_loss_scale(inner, off())` is bitwise `inner`: nothing is looked at, skipped or cast, and
-    `metrics` reports neither a scale nor a norm.
+    `with_loss_scale(inner, off())` is bitwise `inner`: nothing is looked at, skipped or cast.
 
     Returns:
       A `ScaleRule` whose state is an `OffState`.
