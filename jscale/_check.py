@@ -1,9 +1,12 @@
 """Raising on the host what a jitted step can only record."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
 from ._optimizer import find_state
+from ._rules import whole_number
 from ._tree import PyTree
 
 
@@ -11,7 +14,7 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     """Raise, with the likely cause, if training cannot go on by itself.
 
     Call it outside jit, as often as the metrics are looked at; it waits for the state and copies a
-    few scalars to the host.
+    few scalars to the host. Of a state that was vmapped, each one is judged.
 
     Args:
       state: as for `loss_scale`.
@@ -21,8 +24,8 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
         to `update`), only on `max_skips` skips in a row.
 
     Raises:
-      FloatingPointError: the loss is not finite; or gradients still overflow with the scale at its
-        minimum; or `max_skips` steps in a row were skipped.
+      FloatingPointError: the loss is not finite; or gradients overflowed with the scale at its
+        minimum; or `max_skips` steps in a row were skipped; or a rule made a scale that is none.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.sgd(0.1))
@@ -32,23 +35,34 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     Traceback (most recent call last):
     FloatingPointError: the loss is not finite: ...
     """
-    found = jax.device_get(find_state(state))
-    rule = found["rule"]
-    skips = int(np.max(found["consecutive_skips"]))
-    loss_finite = bool(np.all(found["loss_finite"]))
-    norm = found["grad_norm"]
-    overflow = norm is not None and not np.all(np.isfinite(norm))
-    scale = np.max(rule["loss_scale"])
-    at_min = bool(np.any(rule.get("at_min", False)))
-    after = f"after {skips} skipped steps in a row" if skips else "though the step was applied"
+    max_skips = whole_number("max_skips", max_skips)
+    found = find_state(state)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
+        raise TypeError("check raises on what it sees, so it must be called outside jit and scan.")
+    rule = found.pop("rule")
+    found = jax.device_get({**found, **rule})
+    for index in np.ndindex(np.shape(found["consecutive_skips"])):
+        one = {name: None if x is None else x[index] for name, x in found.items()}
+        _check_one(one, max_skips, allow_nonfinite_loss)
 
-    if not loss_finite and (skips >= max_skips or not allow_nonfinite_loss):
+
+def _check_one(found: dict[str, Any], max_skips: int, allow_nonfinite_loss: bool) -> None:
+    skips, scale, norm = (found[k] for k in ("consecutive_skips", "loss_scale", "grad_norm"))
+    row = f"{skips} skipped step{'s' if skips > 1 else ''} in a row"
+    after = f"after {row}" if skips else "though the step was applied"
+    overflow = norm is not None and not np.isfinite(norm)
+
+    if not (np.isfinite(scale) and scale > 0):
+        raise FloatingPointError(
+            f"the loss scale is {scale}: the rule must keep it positive and finite."
+        )
+    if not found["loss_finite"] and (skips >= max_skips or not allow_nonfinite_loss):
         raise FloatingPointError(
             f"the loss is not finite: it came out of the forward pass as inf or NaN, {after}. "
             "Lowering the loss scale cannot help. Look at the data of this step, the learning "
             "rate, and operations that overflow in float16 (exp, sums, norms, masks of -1e9)."
         )
-    if overflow and at_min:
+    if overflow and found.get("steps_at_min", 0) >= 2:
         raise FloatingPointError(
             f"gradients overflow with the loss scale at its minimum, {scale:g}, {after}. If the "
             "loss is finite, lower min_scale or compute the largest activations in float32; if it "
@@ -60,8 +74,6 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
             "init_scale skips fewer steps; if they are NaN at any scale, look at the forward pass: "
             "pass loss= to update to have it checked."
             if overflow
-            else "Gradients are finite: the caller's apply= vetoed the steps."
+            else "The last of them had finite gradients: the caller's apply= vetoed it."
         )
-        raise FloatingPointError(
-            f"{skips} steps in a row were skipped; the loss scale is {scale:g}. {cause}"
-        )
+        raise FloatingPointError(f"{row}; the loss scale is {scale:g}. {cause}")

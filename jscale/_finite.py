@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._tree import PyTree, at_least_f32, describe, inexact_leaves, mismatch, path_name
+from ._tree import (
+    PyTree,
+    at_least_f32,
+    boolean_scalar,
+    describe,
+    inexact_leaves,
+    mismatch,
+    path_name,
+)
 
 AxisName = str | Sequence[str] | None
 
@@ -18,8 +26,8 @@ def all_finite(tree: PyTree) -> jax.Array:
 
     Integers, booleans, PRNG keys, float0, None and Flax's fp8 overwrite leaves are not looked at;
     a tree without floating-point leaves is finite. `with_loss_scale` does not use this helper: it
-    reads its flag off the gradient norm, which also catches elements above 1e19, whose squares
-    float32 cannot hold.
+    reads its flag off the gradient norm, which is inf above 1.8e19 too, where float32 cannot hold
+    its square.
 
     Args:
       tree: any pytree.
@@ -40,7 +48,10 @@ def all_finite(tree: PyTree) -> jax.Array:
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
     if axis_name is None:
         return ()
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name must be the name of an axis, or several, got {axis_name!r}.")
+    return tuple(names)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -84,9 +95,8 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
     return jnp.sqrt(total)
 
 
-def everywhere(flag: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`flag` and-ed over all devices of `axis_name`. A sum, since a maximum may drop a NaN."""
-    axes = axes_of(axis_name)
+def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Whether `flag` holds on all devices of `axes`."""
     return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
 
 
@@ -108,13 +118,16 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
       (functions, strings, Python numbers) must be equal in both and are returned as they are.
 
     Raises:
-      ValueError: the two trees differ in structure, in a shape, or in a leaf that is no array.
+      TypeError: `finite` is not a boolean.
+      ValueError: the two trees differ in structure, in a shape, or in a leaf that is no array; or
+        a 64-bit leaf would be narrowed, since JAX runs without x64.
 
     >>> import jax.numpy as jnp, jscale
     >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([jnp.nan, 1.0])}
     >>> jscale.select(jnp.array(False), new, old)
     {'mean': Array([0., 0.], dtype=float32)}
     """
+    finite = boolean_scalar("finite", finite)
     if difference := mismatch(new, old):
         raise ValueError(
             f"select needs trees of one structure, but new is not like old: {difference}."
@@ -122,8 +135,14 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
 
     def pick(path, n, o):
         if hasattr(n, "dtype") or hasattr(o, "dtype"):
-            n, o = jnp.asarray(n), jnp.asarray(o)
-            return jnp.where(finite, n if n.dtype == o.dtype else n.astype(o.dtype), o)
+            kept = jnp.asarray(o)
+            if kept.dtype != getattr(o, "dtype", kept.dtype):
+                raise ValueError(
+                    f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
+                    "enable jax_enable_x64, or make it a narrower array."
+                )
+            n = jnp.asarray(n)
+            return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
         if n is o or n == o:
             return o
         raise ValueError(

@@ -1,30 +1,32 @@
 """Gradients of a scaled loss, handed out unscaled."""
 
 import functools
-import numbers
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._rules import check_scale
-from ._tree import PyTree, at_least_f32, describe, map_inexact
+from ._tree import PyTree, at_least_f32, describe, map_inexact, real_scalar
 
 
 def _as_scale(loss_scale: Any) -> jax.Array:
-    """A strong-typed f32[]; numbers known at trace time are checked."""
-    if isinstance(loss_scale, numbers.Number):
-        check_scale("loss_scale", loss_scale)
-    if not (isinstance(loss_scale, numbers.Number) or hasattr(loss_scale, "dtype")):
+    """A strong-typed f32[]; what is on the host already is checked."""
+    dtype = getattr(loss_scale, "dtype", None)
+    real = dtype is not None and jnp.issubdtype(dtype, jnp.number) and dtype.kind != "c"
+    if isinstance(loss_scale, bool | complex) or not (real or isinstance(loss_scale, Real)):
         raise TypeError(
-            f"loss_scale must be a scalar, got {describe(loss_scale)}: "
+            f"loss_scale must be a real scalar, got {describe(loss_scale)}: "
             "pass jscale.loss_scale(opt_state), or a number."
         )
     if jnp.ndim(loss_scale) != 0:
         raise ValueError(
             f"loss_scale must be a scalar, got {describe(loss_scale)}: one loss takes one scale."
         )
+    if not isinstance(loss_scale, jax.Array):
+        check_scale("loss_scale", loss_scale)
     return jnp.asarray(loss_scale, jnp.float32)
 
 
@@ -33,7 +35,7 @@ def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
 
     One of the parts that `value_and_grad` is made of, for hand-written loops; undo it with
     `unscale` and the same scale. Compute the loss itself in float32: a float16 loss receives the
-    scale as a float16 cotangent, which overflows from 2^16 on (`value_and_grad` avoids that).
+    scale as a float16 cotangent, which overflows from 2^16 on.
 
     Args:
       loss: floating-point scalar.
@@ -53,17 +55,8 @@ def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
         raise TypeError(
             "the loss function returned a tuple: return the loss alone, or pass has_aux=True."
         )
-    if not (isinstance(loss, float) or hasattr(loss, "dtype")) or not jnp.issubdtype(
-        jnp.result_type(loss), jnp.floating
-    ):
-        raise TypeError(
-            f"the loss must be a real floating-point scalar, got {describe(loss)}: "
-            "cast it, e.g. loss.astype(jnp.float32)."
-        )
-    if jnp.ndim(loss) != 0:
-        raise ValueError(
-            f"the loss must be a scalar, got {describe(loss)}: reduce it, e.g. loss.mean()."
-        )
+    remedy = "cast it to float32" if hasattr(loss, "dtype") else "return the loss"
+    real_scalar("the loss", loss, remedy)
     loss = at_least_f32(loss)
     return loss * _as_scale(loss_scale).astype(loss.dtype)
 
@@ -106,6 +99,10 @@ def value_and_grad(
     comes out is never scaled: clip, accumulate, average over devices and log as usual. Where the
     backward pass overflowed, gradients are inf or NaN, which `with_loss_scale` acts on.
 
+    Compute the loss in float32. A float16 loss receives the scale as its cotangent, which in
+    float16 is inf from 2^16 on; 2^15 is used in place of 2^16, the usual first scale, and above it
+    gradients overflow, so that a dynamic scale turns back.
+
     Inside shard_map, average the *unscaled* gradients, in float32. With check_vma, JAX itself sums
     the gradients of replicated parameters, in whatever dtype they have where they meet the data;
     make them varying first (`jax.lax.pcast(params, axis, to="varying")`) and average with
@@ -133,15 +130,24 @@ def value_and_grad(
     >>> print(loss, grads)
     12.0 [2. 4. 6.]
     """
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be a function that returns the loss, got {describe(fun)}: "
+            "pass the function, not what it returned."
+        )
     scale = _as_scale(loss_scale)
 
     @functools.wraps(fun)
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"with has_aux=True the loss function must return (loss, aux), got {describe(out)}."
+            )
         loss, aux = out if has_aux else (out, None)
-        # float16 cannot hold a cotangent above 65504, so a float16 loss takes at most 2^15.
-        half = getattr(loss, "dtype", None) == jnp.float16
-        used = jnp.minimum(scale, 2.0**15) if half else scale
+        used = scale
+        if getattr(loss, "dtype", None) == jnp.float16:
+            used = jnp.where(scale == 2.0**16, 2.0**15, scale)
         product = scale_loss(loss, used)
         return product, (at_least_f32(loss), used, aux)
 
@@ -151,7 +157,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapper(*args, **kwargs):
-        (_, (loss, used, aux)), grads = differentiated(*args, **kwargs)
+        result = differentiated(*args, **kwargs)
+        if not (isinstance(result[0], tuple) and len(result[0]) == 2):
+            raise TypeError(
+                f"transform must return value and gradient, as jax.value_and_grad: got {transform}."
+            )
+        (_, (loss, used, aux)), grads = result
         grads = unscale(grads, used)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 

@@ -13,11 +13,15 @@ from ._rules import Observation, OffState, ScaleRule, dynamic
 from ._tree import (
     PyTree,
     at_least_f32,
+    boolean_scalar,
     describe,
+    is_inexact,
     listing,
     map_inexact,
     mismatch,
     path_name,
+    real_scalar,
+    same_structure,
 )
 
 
@@ -127,6 +131,16 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
     return {"grad_scale": rule["loss_scale"]} | {k: v for k, v in found.items() if v is not None}
 
 
+def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
+    """Gradients in the dtype of their parameters, where that is the narrower one."""
+    if params is None or not same_structure(grads, params):
+        return grads
+    narrow = lambda g, p: (
+        g.astype(p.dtype) if is_inexact(p) and at_least_f32(p).dtype == g.dtype != p.dtype else g
+    )
+    return jax.tree.map(narrow, grads, params)
+
+
 def _f32(tree: PyTree) -> PyTree:
     return map_inexact(lambda _, x: at_least_f32(x), tree)
 
@@ -142,12 +156,33 @@ def _nothing(x: Any, finite: jax.Array) -> Any:
     return x
 
 
-def _flag(name: str, value: Any) -> jax.Array:
-    if jnp.ndim(value) != 0 or jnp.result_type(value) != jnp.bool_:
+def _unshared(tree: PyTree, params: PyTree) -> PyTree:
+    """`tree` with copies of what it holds twice or shares with `params`, as donation needs it."""
+    seen = {id(x) for x in jax.tree.leaves(params)}
+
+    def own(x):
+        if id(x) in seen and isinstance(x, jax.Array):
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def _first_rule_state(rule: ScaleRule) -> Any:
+    """What `rule.init` returns, as strong-typed arrays with a float32 scale."""
+    state = rule.init()
+    if "loss_scale" not in getattr(state, "_fields", ()):
         raise TypeError(
-            f"{name}= must be a boolean scalar, got {describe(value)}: reduce it with jnp.all."
+            "a scale rule's init must return a NamedTuple of arrays with a field loss_scale, "
+            f"got {describe(state)}."
         )
-    return jnp.asarray(value)
+    if texts := [x for x in jax.tree.leaves(state) if isinstance(x, str)]:
+        raise TypeError(
+            f"a scale rule's state must hold arrays and numbers only, got {texts[0]!r}."
+        )
+    state = jax.tree.map(lambda x: strong(jnp.asarray(x)), state)
+    return state._replace(loss_scale=jnp.asarray(state.loss_scale, jnp.float32))
 
 
 def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> Any:
@@ -159,6 +194,15 @@ def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> A
     return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, state)
 
 
+def _check_rule_state(state: Any, expected: Any) -> None:
+    if not same_structure(state, expected):
+        raise TypeError(
+            f"the state holds a {describe(state)}, but this rule keeps a {describe(expected)}: "
+            "go on with the rule that made the state, or put a state of this rule in its place, "
+            "e.g. state._replace(rule=rule.init())."
+        )
+
+
 def with_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
     rule: ScaleRule | None = None,
@@ -168,10 +212,12 @@ def with_loss_scale(
     """Skip the steps of `inner` whose gradients are not finite, and adjust the loss scale.
 
     The gradients given to `update` are unscaled, as `jscale.value_and_grad` returns them. A step is
-    applied if their norm, taken in float32, is finite. Elements above 1e19, whose squares float32
-    cannot hold, count as an overflow too: second moments would be inf for ever. A skip leaves the
+    applied if their norm, taken in float32, is finite. A norm above 1.8e19, whose square float32
+    cannot hold, counts as an overflow too: second moments would be inf for ever. A skip leaves the
     whole state of `inner` as it was, bit for bit, schedules and step counts included, and returns
-    updates of -0.0. `inner` sees gradients and parameters in float32.
+    updates of -0.0, which add nothing. (On a CPU, where float32 subnormals count as zero, adding
+    anything outside the jitted step flushes a subnormal parameter; `select` does not.) `inner` sees
+    gradients and parameters in float32.
 
     Put clipping, decay, accumulation and everything else inside: what is chained in front hides
     overflows, what is chained behind is not skipped. `optax.MultiSteps` may be given as it is; a
@@ -189,10 +235,11 @@ def with_loss_scale(
       An `optax.GradientTransformationExtraArgs` whose state is a `LossScaleState`. `update` takes
       two further arguments: `loss=` (unscaled, for rules and `check`) and `apply=` (bool[], False
       skips the step whatever its gradients; the rule does not count that as an overflow). These
-      and all others reach `inner`.
+      and all others reach `inner`; leave them out where it refuses arguments that it does not know,
+      as optax's line searches do.
 
     Raises:
-      TypeError: `inner` or `rule` is of another kind.
+      TypeError: `inner`, `rule` or `axis_name` is of another kind.
       ValueError: from `init`, if `inner` has a loss scale already; from `update`, if the gradients
         do not match the parameters.
 
@@ -221,9 +268,11 @@ def with_loss_scale(
             "pass e.g. optax.adamw(3e-4)."
         )
 
+    axes = axes_of(axis_name)
+    rule_type = jax.eval_shape(lambda: _first_rule_state(rule))
+    is_off = isinstance(rule_type, OffState)
+
     def init(params: PyTree) -> LossScaleState:
-        rule_state = rule.init()
-        is_off = isinstance(rule_state, OffState)
         if not is_off:
             _warn_about_half(params)
         inner_state = tx.init(params if is_off else _f32(params))
@@ -234,14 +283,14 @@ def with_loss_scale(
                 "use with_loss_scale once, outermost."
             )
         return LossScaleState(
-            rule=rule_state,
+            rule=_first_rule_state(rule),
             finite=jnp.array(True),
             grad_norm=None if is_off else jnp.zeros((), jnp.float32),
             loss_finite=jnp.array(True),
             applied_steps=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
-            inner=inner_state if is_off else jax.tree.map(strong, inner_state),
+            inner=inner_state if is_off else _unshared(jax.tree.map(strong, inner_state), params),
         )
 
     def update(updates, state, params=None, *, loss=None, apply=None, **extra_args):
@@ -249,23 +298,25 @@ def with_loss_scale(
             raise TypeError(
                 f"state must be a LossScaleState, got {describe(state)}: pass what init returned."
             )
-        is_off = state.grad_norm is None
+        _check_rule_state(state.rule, rule_type)
         given = {"loss": loss, "apply": apply}
         extra_args |= {name: value for name, value in given.items() if value is not None}
 
         loss_finite = state.loss_finite
         if loss is not None:
-            if jnp.ndim(loss) != 0:
-                raise TypeError(f"loss= must be a scalar, got {describe(loss)}: reduce it.")
-            loss_finite = everywhere(jnp.isfinite(at_least_f32(loss)), axis_name)
-        allowed = None if apply is None else everywhere(_flag("apply", apply), axis_name)
+            real_scalar("loss=", loss, "pass the loss that value_and_grad returned")
+            loss = jnp.asarray(loss, jnp.float32)
+            loss = jax.lax.pmean(loss, axes) if axes else loss
+            loss_finite = jnp.isfinite(loss)
+        allowed = None if apply is None else everywhere(boolean_scalar("apply=", apply), axes)
 
-        if not is_off:
+        if is_off:
+            grads = _as_parameters(updates, params)
+        else:
             _check_matches(updates, params)
-            updates, params = _f32(updates), _f32(params)
-        grads = updates
+            grads, params = _f32(updates), _f32(params)
         # The norm comes first: a clip or an average would hide an overflow.
-        norm = None if is_off else global_norm(grads, axis_name)
+        norm = None if is_off else global_norm(grads, axes)
         grads_finite = jnp.array(True) if norm is None else jnp.isfinite(norm)
         finite = grads_finite if allowed is None else grads_finite & allowed
 
@@ -281,9 +332,7 @@ def with_loss_scale(
         # Added, not selected: XLA makes one kernel fewer of it.
         count = lambda flag, n: n + flag.astype(n.dtype)
         return updates, LossScaleState(
-            rule=_next_rule_state(
-                rule, state.rule, Observation(grads_finite, loss, grads, axes_of(axis_name))
-            ),
+            rule=_next_rule_state(rule, state.rule, Observation(grads_finite, loss, grads, axes)),
             finite=finite,
             grad_norm=norm,
             loss_finite=loss_finite,
@@ -313,7 +362,7 @@ def _check_matches(grads: PyTree, params: PyTree | None) -> None:
         params = params.fast
     if params is None:
         return
-    if difference := mismatch(grads, params, allow_none=True):
+    if difference := mismatch(grads, params, gradients=True):
         raise ValueError(
             f"the gradients do not match the parameters: {difference}. "
             "Differentiate with respect to what the optimizer was initialised with."

@@ -16,6 +16,7 @@ _NAMES = {
     "f32": "float32",
     "f16": "float16",
     "bf16": "bfloat16",
+    **{name: name for name in ("float64", "float32", "float16", "bfloat16")},
 }
 _ROLES = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "output": "o"}
 
@@ -27,16 +28,17 @@ def _half() -> str:
 def _dtype(value: Any) -> Any:
     name = value
     if isinstance(value, str):
-        name = _half() if value == "half" else _NAMES.get(value, value)
+        name = _half() if value == "half" else _NAMES.get(value)
     try:
-        dtype = jnp.dtype(name)
-        if value is None or not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError
+        # None and Python's float would silently mean float64.
+        dtype = None if name in (None, float) else jnp.dtype(name)
     except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"a policy is made of floating-point dtypes, got {value!r}: "
-            "use full, half, f32, f16, bf16, f64, a NumPy name or a dtype."
-        ) from None
+            f"a policy is made of floating-point dtypes, got {value!r}: use full, half, "
+            "f16, bf16, f32, f64 (or float16, bfloat16, float32, float64), or a dtype."
+        )
     return dtype
 
 
@@ -120,13 +122,14 @@ class Policy:
             dtypes = (
                 _parse(param_dtype) if isinstance(param_dtype, str) else (_dtype(param_dtype),) * 3
             )
-        if isinstance(keep_f32, str):
-            keep_f32 = (keep_f32,)
+        keep_f32 = (keep_f32,) if isinstance(keep_f32, str) else tuple(keep_f32)
+        if not all(isinstance(pattern, str) for pattern in keep_f32):
+            raise TypeError(f"keep_f32 must be parameter paths, as strings, got {keep_f32!r}.")
         for name, value in zip(
             ("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True
         ):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "keep_f32", tuple(keep_f32))
+        object.__setattr__(self, "keep_f32", keep_f32)
 
     def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"

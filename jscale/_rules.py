@@ -78,14 +78,17 @@ class ScaleRule(NamedTuple):
 
 def _number(name: str, value: Any, remedy: str) -> float:
     """A configuration number as a float, or an error in one sentence."""
-    if isinstance(value, bool) or not (
-        isinstance(value, numbers.Real)
-        or (hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number))
-    ):
+    real = isinstance(value, numbers.Real) or (
+        hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number)
+    )
+    if isinstance(value, bool | complex | jax.core.Tracer) or not real:
         raise TypeError(f"{name} must be a number, got {value!r} ({describe(value)}): {remedy}.")
     if np.ndim(value) != 0:
         raise TypeError(f"{name} must be a scalar, got {describe(value)}: {remedy}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def check_scale(name: str, value: Any) -> float:
@@ -99,11 +102,11 @@ def check_scale(name: str, value: Any) -> float:
     return scale
 
 
-def _count(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
     count = _number(name, value, "pass a whole number of at least 1")
     if not 1 <= count < 2**31 or count != int(count):
         raise ValueError(
-            f"{name} must be a whole number of at least 1, got {value!r}: it counts steps."
+            f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r}: it counts steps."
         )
     return int(count)
 
@@ -115,13 +118,14 @@ class DynamicState(NamedTuple):
       loss_scale: f32[], the scale for the next backward pass.
       growth_tracker: i32[], clean steps since the last growth or overflow.
       hysteresis_tracker: i32[], overflows left before the scale drops; at 0 every one drops it.
-      at_min: bool[], the scale is at `min_scale` and cannot be lowered further.
+      steps_at_min: i32[], for how many steps in a row the scale has come out at `min_scale`; an
+        overflow with 2 or more is one that lowering the scale did not help.
     """
 
     loss_scale: jax.Array
     growth_tracker: jax.Array
     hysteresis_tracker: jax.Array
-    at_min: jax.Array
+    steps_at_min: jax.Array
 
 
 def dynamic(
@@ -176,13 +180,16 @@ def dynamic(
     init_scale = check_scale("init_scale", init_scale)
     min_scale = check_scale("min_scale", min_scale)
     max_scale = check_scale("max_scale", max_scale)
-    growth_interval = _count("growth_interval", growth_interval)
-    hysteresis = _count("hysteresis", hysteresis)
+    growth_interval = whole_number("growth_interval", growth_interval)
+    hysteresis = whole_number("hysteresis", hysteresis)
     growth = _number("growth_factor", growth_factor, "2 is usual")
     backoff = _number("backoff_factor", backoff_factor, "0.5 is usual")
-    if not 1 < growth < math.inf:
+    # As float32 has them: 1 + 1e-9 is 1 there.
+    with np.errstate(over="ignore", under="ignore"):
+        growth_f32, backoff_f32 = np.float32(growth), np.float32(backoff)
+    if not 1 < growth_f32 < math.inf:
         raise ValueError(f"growth_factor must be finite and above 1, got {growth}: 2 is usual.")
-    if not 0 < backoff < 1:
+    if not 0 < backoff_f32 < 1:
         raise ValueError(
             f"backoff_factor must lie strictly between 0 and 1, got {backoff}: 0.5 is usual."
         )
@@ -205,27 +212,25 @@ def dynamic(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
             growth_tracker=jnp.zeros((), jnp.int32),
             hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
-            at_min=jnp.asarray(np.float32(init_scale) <= np.float32(min_scale)),
+            steps_at_min=jnp.asarray(init_scale <= min_scale, jnp.int32),
         )
 
     def update(state: DynamicState, observation: Observation) -> DynamicState:
-        scale, clean_steps, credit, _ = state
+        scale, clean_steps, credit, steps_at_min = state
         finite = jnp.asarray(observation.finite, bool)
-        # Not ==: a run may be resumed with a shorter interval than the count it had reached.
+        # >= and minimum: a run may be resumed with smaller settings than its counts had reached.
         grow = finite & (clean_steps + 1 >= growth_interval)
-        left = jnp.maximum(credit - 1, 0)
+        left = jnp.maximum(jnp.minimum(credit, hysteresis) - 1, 0)
         drop = ~finite & (left == 0)
 
-        factor = jnp.where(
-            grow, np.float32(growth), jnp.where(drop, np.float32(backoff), np.float32(1))
-        )
+        factor = jnp.where(grow, growth_f32, jnp.where(drop, backoff_f32, np.float32(1)))
         scale = jnp.clip(scale * factor, np.float32(min_scale), np.float32(max_scale))
         refills = {"growth": grow, "clean": finite, "drop": finite | drop}[refill]
         return DynamicState(
             loss_scale=scale,
             growth_tracker=jnp.where(finite & ~grow, clean_steps + 1, 0),
             hysteresis_tracker=jnp.where(refills, hysteresis, jnp.where(finite, credit, left)),
-            at_min=scale <= np.float32(min_scale),
+            steps_at_min=jnp.where(scale <= np.float32(min_scale), steps_at_min + 1, 0),
         )
 
     return ScaleRule(init, update)
@@ -256,7 +261,7 @@ def static(scale: float) -> ScaleRule:
     scale = check_scale("scale", scale)
     return ScaleRule(
         init=lambda: StaticState(jnp.asarray(scale, jnp.float32)),
-        update=lambda state, observation: state,
+        update=lambda state, observation: StaticState(jnp.asarray(scale, jnp.float32)),
     )
 
 
@@ -269,7 +274,8 @@ class OffState(NamedTuple):
 def off() -> ScaleRule:
     """No scale and no check, for bfloat16 and float32 runs of the same training loop.
 
-    `with_loss_scale(inner, off())` is bitwise `inner`: nothing is looked at, skipped or cast.
+    `with_loss_scale(inner, off())` is bitwise `inner`: nothing is looked at or skipped, and
+    gradients that `value_and_grad` widened go back to the dtype of their parameters.
 
     Returns:
       A `ScaleRule` whose state is an `OffState`.

@@ -1,6 +1,7 @@
 """Which leaves a loss scale may touch, and how a leaf is named in a message."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,14 @@ def is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def at_least_f32(x: Any) -> jax.Array:
+def at_least_f32(x: Any) -> Any:
     """`x` in float32 (complex64 for complex); float64 and complex128 keep their precision."""
-    x = jnp.asarray(x)
+    abstract = isinstance(x, jax.ShapeDtypeStruct)
+    x = x if abstract else jnp.asarray(x)
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    dtype = jnp.float32 if narrow else x.dtype
     # Naming the dtype also drops a weak type, which would cost a second trace.
-    return jax.lax.convert_element_type(x, jnp.float32 if narrow else x.dtype)
+    return x.update(dtype=dtype) if abstract else jax.lax.convert_element_type(x, dtype)
 
 
 def path_name(path: Any) -> str:
@@ -53,7 +56,7 @@ def inexact_leaves(tree: PyTree) -> list[Any]:
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:
-    return getattr(x, "shape", None)
+    return () if isinstance(x, int | float | complex) else getattr(x, "shape", None)
 
 
 def describe(x: Any) -> str:
@@ -68,10 +71,15 @@ def listing(paths: list[str]) -> str:
     return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
 
 
-def mismatch(tree: PyTree, reference: PyTree, *, allow_none: bool = False) -> str | None:
+def same_structure(tree: PyTree, reference: PyTree) -> bool:
+    return operator.eq(jax.tree.structure(tree), jax.tree.structure(reference))
+
+
+def mismatch(tree: PyTree, reference: PyTree, *, gradients: bool = False) -> str | None:
     """Says how `tree` differs from `reference` in structure or shapes, or None if it does not.
 
-    `allow_none` lets `tree` hold None where `reference` holds a leaf: no gradient for it.
+    With `gradients`, `tree` may hold None where `reference` holds a leaf, and its leaves may have
+    one axis more in front, as the gradients of single examples have.
     """
     is_leaf = lambda x: x is None
     flatten: Any = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=is_leaf)
@@ -84,8 +92,34 @@ def mismatch(tree: PyTree, reference: PyTree, *, allow_none: bool = False) -> st
         sides += [f"missing {listing(missing)}"] if missing else []
         return "; ".join(sides) or "the containers are of different types"
     for (path, x), (_, ref) in zip(got, want, strict=True):
-        if not (x is None and allow_none) and (
-            (x is None) != (ref is None) or _shape(x) != _shape(ref)
-        ):
+        shape, wanted = _shape(x), _shape(ref)
+        same = (x is None) == (ref is None) and shape == wanted
+        if not (same or (gradients and (x is None or (shape and shape[1:] == wanted)))):
             return f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
     return None
+
+
+def real_scalar(name: str, x: Any, remedy: str) -> None:
+    """Raises, in one sentence, unless `x` is a real floating-point scalar."""
+    floating = isinstance(x, float) or (
+        hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    if not floating:
+        raise TypeError(
+            f"{name} must be a real floating-point scalar, got {describe(x)}: {remedy}."
+        )
+    if jnp.ndim(x) != 0:
+        raise ValueError(
+            f"{name} must be a scalar, got {describe(x)}: reduce it, e.g. with jnp.mean."
+        )
+
+
+def boolean_scalar(name: str, x: Any) -> jax.Array:
+    """`x` as bool[], or an error in one sentence."""
+    if not isinstance(x, bool) and getattr(x, "dtype", None) != jnp.bool_:
+        raise TypeError(f"{name} must be a boolean scalar, got {describe(x)}.")
+    if jnp.ndim(x) != 0:
+        raise ValueError(
+            f"{name} must be a boolean scalar, got {describe(x)}: use jnp.all or vmap."
+        )
+    return jnp.asarray(x)

@@ -36,7 +36,7 @@ def test_healthy_training_passes():
 def test_many_skips_in_a_row():
     state = after(jscale.dynamic(2.0**16), [OVERFLOW] * 20)
     with pytest.raises(
-        FloatingPointError, match="20 steps in a row were skipped; the loss scale is 0.0625"
+        FloatingPointError, match="20 skipped steps in a row; the loss scale is 0.0625"
     ):
         jscale.check(state)
     jscale.check(state, max_skips=21)
@@ -44,11 +44,12 @@ def test_many_skips_in_a_row():
 
 def test_overflow_at_the_minimum():
     rule = jscale.dynamic(2, min_scale=1)
-    jscale.check(after(rule, [OVERFLOW, OK]))
+    for steps in ([OVERFLOW], [OVERFLOW, OK], [OVERFLOW, OVERFLOW, OK]):
+        jscale.check(after(rule, steps))  # the first one brings it there
     with pytest.raises(
-        FloatingPointError, match="with the loss scale at its minimum, 1, after 1 skip"
+        FloatingPointError, match="with the loss scale at its minimum, 1, after 2 skip"
     ):
-        jscale.check(after(rule, [OVERFLOW]))
+        jscale.check(after(rule, [OVERFLOW, OVERFLOW]))
 
 
 def test_a_lost_loss_cannot_be_helped_by_the_scale():
@@ -80,7 +81,7 @@ def test_loss_and_gradients_are_judged_apart():
 def test_vetoes_are_named_as_such():
     state = after(jscale.dynamic(), [(1.0, 1.0, False)] * 20)
     with pytest.raises(
-        FloatingPointError, match="Gradients are finite: the caller's apply= vetoed"
+        FloatingPointError, match="had finite gradients: the caller's apply= vetoed it"
     ):
         jscale.check(state)
 
@@ -93,13 +94,31 @@ def test_without_a_scale_only_the_loss_is_judged():
 
 def test_a_static_scale_has_no_minimum_to_be_at():
     jscale.check(after(jscale.static(8), [OVERFLOW] * 3))
-    with pytest.raises(FloatingPointError, match="20 steps in a row"):
+    with pytest.raises(FloatingPointError, match="20 skipped steps in a row"):
         jscale.check(after(jscale.static(8), [OVERFLOW] * 20))
 
 
-def test_many_seeds_at_once():
-    states = jax.tree.map(
-        lambda *x: jnp.stack(x), after(jscale.dynamic(), [OK]), after(jscale.dynamic(), [NAN])
-    )
+def test_each_of_many_seeds_is_judged_by_itself():
+    rule = jscale.dynamic(4, min_scale=1, growth_interval=1)
+    seeds = lambda *runs: jax.tree.map(lambda *x: jnp.stack(x), *(after(rule, r) for r in runs))
+    # One has been at its minimum and is well again, the other overflows for the first time.
+    jscale.check(seeds([OVERFLOW, OVERFLOW, OVERFLOW, OK], [OVERFLOW]))
     with pytest.raises(FloatingPointError, match="the loss is not finite"):
-        jscale.check(states)
+        jscale.check(seeds([OK], [NAN]))
+    with pytest.raises(FloatingPointError, match="at its minimum, 1, after 3 skipped steps"):
+        jscale.check(seeds([OK], [OVERFLOW] * 3))
+
+
+def test_a_rule_that_loses_its_scale_is_found_out():
+    rule = jscale.ScaleRule(
+        jscale.static(8).init, lambda s, o: s._replace(loss_scale=s.loss_scale * 0)
+    )
+    with pytest.raises(FloatingPointError, match="the loss scale is 0.0: the rule must keep it"):
+        jscale.check(after(rule, [OK]))
+
+
+def test_it_belongs_outside_jit_and_takes_a_count():
+    with pytest.raises(TypeError, match="must be called outside jit"):
+        jax.jit(lambda s: jscale.check(s))(after(jscale.dynamic(), []))
+    with pytest.raises(ValueError, match="max_skips must be a whole number from 1"):
+        jscale.check(after(jscale.dynamic(), []), max_skips=0)

@@ -113,6 +113,19 @@ def test_select_names_where_two_trees_differ(new, old, words):
         jscale.select(True, new, old)
 
 
+@pytest.mark.parametrize("finite", [1, jnp.float32(1), jnp.nan, "yes", {"a": jnp.array(True)}])
+def test_the_flag_of_select_is_a_boolean(finite):
+    with pytest.raises(TypeError, match="finite must be a boolean scalar"):
+        jscale.select(finite, jnp.ones(2), jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"finite must be a boolean scalar, got bool\[2\]"):
+        jscale.select(jnp.array([True, False]), jnp.ones((2, 2)), jnp.zeros((2, 2)))
+
+
+def test_select_narrows_nothing():
+    with pytest.raises(ValueError, match="would narrow steps from int64 to int32: enable"):
+        jscale.select(False, {"steps": np.array(2**40)}, {"steps": np.array(2**40)})
+
+
 def test_select_is_one_where_under_vmap():
     finite = jnp.array([True, False])
     got = jax.vmap(jscale.select)(finite, jnp.ones((2, 3)), jnp.zeros((2, 3)))

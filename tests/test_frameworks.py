@@ -383,7 +383,7 @@ def test_the_state_is_found_in(container, inner):
     assert all(isinstance(x, jax.Array) and x.shape == () for x in m.values())
     assert not m["finite"] and int(m["skipped_steps"]) == 1 and np.isinf(m["grad_norm"])
     jscale.check(state)
-    with pytest.raises(FloatingPointError, match="1 steps in a row were skipped"):
+    with pytest.raises(FloatingPointError, match="1 skipped step in a row"):
         jscale.check(state, max_skips=1)
 
 

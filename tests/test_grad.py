@@ -80,6 +80,17 @@ def test_a_float16_loss_is_scaled_in_float32():
     np.testing.assert_array_equal(grads, np.full(64, 1 / 32, np.float32))
 
 
+def test_a_scale_above_what_a_float16_loss_can_take_turns_back():
+    fun = lambda w: (w.astype(F16) * F16(1e-3)).astype(F16)
+    rule = jscale.dynamic(2.0**16, growth_interval=2)
+    state, scales = rule.init(), []
+    for _ in range(8):
+        scales.append(float(state.loss_scale))
+        gradient = jscale.grad(fun, state.loss_scale)(jnp.float32(1))
+        state = rule.update(state, jscale.Observation(finite=jscale.all_finite(gradient)))
+    assert scales == [2.0**16, 2.0**16, 2.0**17] * 2 + [2.0**16] * 2
+
+
 def test_gradients_overflow_at_one_and_fit_at_a_quarter():
     fun = lambda x: (x.astype(F16) * F16(1000) * F16(100)).astype(jnp.float32)
     x = jnp.float32(0.5)  # the value fits: 50000
@@ -195,10 +206,15 @@ def test_any_kind_of_number_is_a_scale(scale):
         (0, "loss_scale must be positive"),
         (-1.0, "loss_scale must be positive"),
         (float("inf"), "loss_scale must be positive, finite"),
-        ("dynamic", "loss_scale must be a scalar, got str"),
-        (None, "loss_scale must be a scalar, got NoneType"),
-        ({"text": 8.0}, "loss_scale must be a scalar, got dict"),
-        (jscale.dynamic(), "loss_scale must be a scalar, got ScaleRule"),
+        (np.array(0.0), "loss_scale must be positive"),
+        ("dynamic", "loss_scale must be a real scalar, got str"),
+        (None, "loss_scale must be a real scalar, got NoneType"),
+        (True, "loss_scale must be a real scalar, got bool"),
+        (jnp.array(True), r"loss_scale must be a real scalar, got bool\[\]"),
+        (jnp.complex64(8), r"loss_scale must be a real scalar, got complex64\[\]"),
+        (jax.random.key(0), "loss_scale must be a real scalar, got key"),
+        ({"text": 8.0}, "loss_scale must be a real scalar, got dict"),
+        (jscale.dynamic(), "loss_scale must be a real scalar, got ScaleRule"),
         (jnp.ones(3), r"loss_scale must be a scalar, got float32\[3\]"),
     ],
 )
@@ -215,10 +231,28 @@ def test_a_bad_scale_is_one_clear_sentence(scale, words):
         (lambda w: jnp.sum(w).astype(jnp.int32), r"real floating-point scalar, got int32\[\]"),
         (lambda w: jnp.sum(w) > 0, r"real floating-point scalar, got bool\[\]"),
         (lambda w: jnp.sum(w) + 1j, r"real floating-point scalar, got complex64\[\]"),
-        (lambda w: None, "real floating-point scalar, got NoneType"),
+        (lambda w: None, "real floating-point scalar, got NoneType: return the loss"),
+        (lambda w: {"loss": jnp.sum(w)}, "real floating-point scalar, got dict: return the loss"),
         (lambda w: (jnp.sum(w), w), "returned a tuple: return the loss alone, or pass has_aux"),
     ],
 )
 def test_a_bad_loss_is_one_clear_sentence(loss, words):
     with pytest.raises((TypeError, ValueError), match=words), jax.numpy_dtype_promotion("standard"):
         jscale.value_and_grad(loss, 8)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: jscale.grad(lambda w: w, 8, has_aux=True)(1.0), r"must return \(loss, aux\), got"),
+        (lambda: jscale.grad(lambda w: (w, 1, 2), 8, has_aux=True)(1.0), "got tuple"),
+        (
+            lambda: jscale.grad(lambda w: w, 8, transform=jax.grad)(1.0),
+            "transform must return value",
+        ),
+        (lambda: jscale.value_and_grad(jnp.float32(1), 8), "fun must be a function that returns"),
+    ],
+)
+def test_a_bad_call_is_one_clear_sentence(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()

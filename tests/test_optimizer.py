@@ -1,5 +1,7 @@
 """The wrapper by itself: its decision, its record, its errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,11 +120,14 @@ def test_a_rule_of_ones_own_is_held_to_the_type_of_its_state():
     def rule(update):
         return jscale.ScaleRule(lambda: jscale.StaticState(jnp.float32(8)), update)
 
-    coerced = jscale.with_loss_scale(
-        optax.sgd(1.0), rule(lambda s, o: jscale.StaticState(jnp.float16(4)))
-    )
-    _, state = coerced.update(grads(1.0), coerced.init(PARAMS), PARAMS)
-    assert state.rule.loss_scale.dtype == jnp.float32 and float(jscale.loss_scale(state)) == 4
+    for four in (jnp.float16(4), 4.0, np.float64(4)):
+        loose = jscale.ScaleRule(lambda: jscale.StaticState(8), lambda s, o, x=four: type(s)(x))
+        tx = jscale.with_loss_scale(optax.sgd(1.0), loose)
+        first = tx.init(PARAMS)
+        _, state = tx.update(grads(1.0), first, PARAMS)
+        for scale in (first.rule.loss_scale, state.rule.loss_scale):
+            assert scale.dtype == jnp.float32 and not scale.weak_type
+        assert float(jscale.loss_scale(state)) == 4
     for update in (
         lambda s, o: {"loss_scale": 4.0},
         lambda s, o: s._replace(loss_scale=jnp.ones(3)),
@@ -141,6 +146,61 @@ def test_a_rule_sees_loss_and_unscaled_gradients():
     tx.update(grads(3.0), tx.init(PARAMS), PARAMS, loss=jnp.float32(2))
     (observed,) = seen
     assert (float(observed.loss), float(observed.amax), float(observed.grad_norm)) == (2, 3, 3)
+
+
+def test_off_trains_bfloat16_parameters_as_the_bare_optimizer_does():
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = jscale.with_loss_scale(inner, jscale.off())
+    loss_fn = lambda p: jnp.sum(jnp.square(p["w"] * 3)).astype(jnp.float32)
+    bare_params = params = {"w": jnp.asarray([1.0, 0.3, -2.0], jnp.bfloat16)}
+    bare, state = inner.init(params), tx.init(params)
+
+    def step(carry, _):
+        params, state = carry
+        grads = jscale.grad(loss_fn, jscale.loss_scale(state))(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def bare_step(carry, _):
+        params, state = carry
+        updates, state = inner.update(jax.grad(loss_fn)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, state), _ = jax.lax.scan(step, (params, state), length=5)
+    (bare_params, bare), _ = jax.lax.scan(bare_step, (bare_params, bare), length=5)
+    np.testing.assert_array_equal(params["w"], bare_params["w"])
+    for ours, theirs in zip(jax.tree.leaves(state.inner), jax.tree.leaves(bare), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_no_buffer_is_held_twice_though_the_optimizer_would():
+    shared = optax.GradientTransformation(
+        lambda params: [params["w"], z := jnp.zeros(2), z], lambda g, s, p=None: (g, s)
+    )
+    params = {"w": jnp.ones(2)}
+    state = jscale.with_loss_scale(shared).init(params)
+    pointers = {x.unsafe_buffer_pointer() for x in (params["w"], *state.inner)}
+    assert len(pointers) == 4
+
+
+def test_a_rule_sees_the_loss_of_all_devices():
+    rule = jscale.ScaleRule(
+        lambda: jscale.StaticState(1024.0),
+        lambda s, o: s._replace(loss_scale=jnp.where(o.loss > 1, s.loss_scale / 2, s.loss_scale)),
+    )
+    tx = jscale.with_loss_scale(optax.sgd(1.0), rule, axis_name="d")
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=spec("d"), out_specs=spec("d"), check_vma=False
+    )
+    def scales(loss):
+        _, state = tx.update(grads(1.0), tx.init(PARAMS), PARAMS, loss=loss[0])
+        return jscale.loss_scale(state)[None]
+
+    np.testing.assert_array_equal(scales(jnp.arange(4.0)), np.full(4, 512))
 
 
 def growing_state():
@@ -167,6 +227,22 @@ def growing_state():
         (lambda: TX.update(grads(1.0), optax.sgd(1.0).init(PARAMS), PARAMS), "LossScaleState, got"),
         (lambda: update(TX.init(PARAMS), 1.0, jnp.ones(3), True), r"loss= must be a scalar, got"),
         (lambda: update(TX.init(PARAMS), 1.0, 1.0, 1), r"apply= must be a boolean scalar, got"),
+        (lambda: TX.update(grads(1.0), TX.init(PARAMS), PARAMS, loss="x"), "loss= must be a real"),
+        (lambda: jscale.with_loss_scale(optax.sgd(1.0), axis_name=3), "axis_name must be"),
+        (
+            lambda: jscale.with_loss_scale(optax.sgd(1.0)).update(
+                grads(1.0),
+                jscale.with_loss_scale(optax.sgd(1.0), jscale.off()).init(PARAMS),
+                PARAMS,
+            ),
+            "the state holds a OffState, but this rule keeps a DynamicState: go on with",
+        ),
+        (
+            lambda: jscale.with_loss_scale(
+                optax.sgd(1.0), jscale.ScaleRule(lambda: jnp.ones(()), lambda s, o: s)
+            ),
+            "init must return a NamedTuple of arrays with a field loss_scale, got float32",
+        ),
         (lambda: jscale.loss_scale(optax.sgd(1.0).init(PARAMS)), "no loss scale in this state"),
         (lambda: jscale.loss_scale([TX.init(PARAMS)] * 2), "more than one loss scale .* at 0, 1"),
         (

@@ -120,9 +120,17 @@ def test_casts_are_differentiable_and_gradients_come_back_in_the_old_dtype():
         (("p=f32,x=f16",), "unknown key 'x'"),
         (("p=f32,params=f16",), "sets 'params' twice"),
         (("p=",), "floating-point dtypes, got ''"),
+        (("float",), "floating-point dtypes, got 'float'"),
+        ((float,), "floating-point dtypes, got <class 'float'>"),
         (("f32", "f16"), "all three of param_dtype"),
     ],
 )
 def test_a_bad_policy_is_one_clear_sentence(args, words):
     with pytest.raises((TypeError, ValueError), match=words):
         Policy(*args)
+
+
+@pytest.mark.parametrize("keep_f32", [[1], [None]])
+def test_a_bad_path_is_one_clear_sentence(keep_f32):
+    with pytest.raises(TypeError, match="keep_f32 must be parameter paths"):
+        Policy("half", keep_f32=keep_f32)
