@@ -117,7 +117,7 @@ class DynamicState(NamedTuple):
     Attributes:
       loss_scale: f32[], the scale for the next backward pass.
       growth_tracker: i32[], clean steps since the last growth or overflow.
-      hysteresis_tracker: i32[], overflows left before the scale drops; at 0 every one drops it.
+      hysteresis_tracker: i32[], overflows that it still takes to lower the scale; 0 counts as 1.
       steps_at_min: i32[], for how many steps in a row the scale has come out at `min_scale`; an
         overflow with 2 or more is one that lowering the scale did not help.
     """

@@ -184,6 +184,12 @@ def test_no_buffer_is_held_twice_though_the_optimizer_would():
     assert len(pointers) == 4
 
 
+def test_a_state_can_be_made_for_abstract_parameters():
+    abstract = jax.eval_shape(lambda: {"w": jnp.ones(2, jnp.bfloat16)})
+    state = jscale.with_loss_scale(optax.trace(0.9)).init(abstract)
+    assert state.inner.trace["w"].dtype == jnp.float32
+
+
 def test_a_rule_sees_the_loss_of_all_devices():
     rule = jscale.ScaleRule(
         lambda: jscale.StaticState(1024.0),
