@@ -5,7 +5,7 @@ XLA's CUDA compiler is asked for the program of one AdamW step of a 6-layer tran
 `jscale.with_loss_scale`. Counted are kernels, the traffic they would cause (operands and results of
 each), and temporary memory. The counts are exact and repeat.
 
-    pip install 'jscale[gpu-program]'                 # jax 0.12 or newer; about 260 MB
+    pip install '.[gpu-program]'                      # jax 0.12 or newer; about 260 MB
     python experiments/gpu_structure.py               # about 1 minute on 2 cores
 
 With jax 0.12.0.1:
@@ -54,7 +54,7 @@ def described_device(gpu: str):
     """A compile-only device. The descriptions of the common GPUs are text inside the plugin."""
     library = plugin_library()
     if library is None:
-        sys.exit("The CUDA compiler is not installed: pip install 'jscale[gpu-program]'.")
+        sys.exit("The CUDA compiler is not installed: pip install '.[gpu-program]'.")
     texts = re.findall(rb"# Copyright 20\d\d The OpenXLA[^\x00]*", library.read_bytes())
     named = re.compile(rf'device_description_str: "[^"]*{gpu}[^"]*"')
     fitting = [t for t in map(bytes.decode, texts) if named.search(t) and "MIG" not in t]
@@ -169,6 +169,7 @@ def count(program: str) -> dict[str, float]:
 
 
 def main(gpu: str = "H200"):
+    described_device(gpu)  # or an error before anything is printed
     print(f"{gpu:27s}    kernels   traffic MB             temp MB")
     for clip, label in ((False, "no clipping"), (True, "clip_by_global_norm")):
         base, ours = measure(clip, False, gpu), measure(clip, True, gpu)

@@ -66,11 +66,11 @@ class Config:
     init_scale: float = 2.0**16
     """Dynamic loss scale: its value at the first step."""
     growth_interval: int = 20
-    """Dynamic loss scale: clean steps before it doubles. Long runs take some 2000."""
+    """Dynamic loss scale: clean steps before it doubles. Long runs usually use 2000."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
     out: Path = Path("runs/quickstart")
-    """Folder of results; if it has some, a numbered one beside it is taken."""
+    """Results folder; if it already holds results, a numbered one beside it is used."""
     resume: bool = False
     """Go on from the last checkpoints in --out."""
     checkpoint_every: int = 100
@@ -194,6 +194,10 @@ class Log:
         pending.clear()
 
 
+def power(scale):
+    return f"2^{math.log2(scale):g}"
+
+
 def train(name, dtype, rule, text, config, interrupted):
     """Train up to `config.steps`, from the last checkpoint if there is one."""
     folder = config.out.absolute() / name
@@ -212,15 +216,17 @@ def train(name, dtype, rule, text, config, interrupted):
 
     train_step = make_train_step(config.loss_divisor)
     log, pending, began = Log(folder, start), [], time.perf_counter()
-    bar = tqdm(range(start, config.steps), f"{name:15}", initial=start, total=config.steps)
-    for step in bar:
+    bar = tqdm(desc=f"{name:15}", initial=start, total=config.steps)
+    for step in range(start, config.steps):
         pending.append(train_step(model, optimizer, batch(text, config.seed, step)))
         done = step + 1
         save = interrupted or done == config.steps or done % config.checkpoint_every == 0
         if save or done % LOG_EVERY == 0:
             log.write(pending)
             row = log.rows[-1]
-            bar.set_postfix(bits=f"{row['bits_per_byte']:.3f}", grad_scale=f"{row['grad_scale']:g}")
+            shown = {"bits": f"{row['bits_per_byte']:.3f}", "grad_scale": power(row["grad_scale"])}
+            bar.set_postfix(shown, refresh=False)
+            bar.update(done - bar.n)
             jscale.check(optimizer.opt_state)
         if save:
             state = nnx.state((model, optimizer))
@@ -258,7 +264,7 @@ def draw(folder, results, grads):
         scale_ax.plot(step[skipped], 2.5 * scale[skipped], "kv", label=label)
     loss_ax.set(title="Training loss", xlabel="step", ylabel="bits per byte, mean of 10 steps")
     loss_ax.legend(handlelength=4)
-    scale_ax.set(title="Loss scale", xlabel="step")
+    scale_ax.set(title="Loss scale", xlabel="step", ylabel="loss scale of the step")
     scale_ax.set_yscale("log", base=2)
     scale_ax.set_yticks([2.0**k for k in range(0, 33, 4)])
     scale_ax.legend(handlelength=4, ncols=2)
@@ -270,7 +276,7 @@ def draw(folder, results, grads):
     scale = max(columns["grad_scale"][-1] for _, columns, _ in results.values())
     for factor, label, style in (
         (1, "not scaled", STYLES["float16"]),
-        (scale, f"times 2^{math.log2(scale):g}", STYLES["float16-dynamic"]),
+        (scale, f"times {power(scale)}", STYLES["float16-dynamic"]),
     ):
         counts, _ = np.histogram(np.log2(sizes[sizes > 0] * factor), edges)
         lost = np.mean(sizes * factor < 2.0**-25)
@@ -299,13 +305,14 @@ def table(results):
     for name, (_, columns, seconds) in results.items():
         bits, zeros = (columns[k][-LAST:].mean() for k in ("bits_per_byte", "zero_share"))
         skipped, scale = (columns[k][-1] for k in ("skipped_steps", "grad_scale"))
-        scale = f"2^{math.log2(scale):g}"
-        lines.append(f"{name:15}{bits:11.3f}{zeros:16.1%}{skipped:9}{scale:>13}{seconds:9.1f}")
+        lines.append(
+            f"{name:15}{bits:11.3f}{zeros:16.1%}{skipped:9}{power(scale):>13}{seconds:9.1f}"
+        )
     return "\n".join(lines)
 
 
 def claim_folder(config, settings):
-    """Where results go: never over others, and with --resume only after their like."""
+    """Where results go: never over others, and with --resume only on a run with these settings."""
     out, number = config.out, 1
     if config.resume:
         if not (out / "config.json").exists():
@@ -354,7 +361,8 @@ def main():
 
     def finish_step(signum, frame):
         interrupted.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nFinishing this step and saving; Ctrl-C again stops at once.", file=sys.stderr)
 
     signal.signal(signal.SIGINT, finish_step)
     results = {}

@@ -14,18 +14,19 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     """Raise, with the likely cause, if training cannot go on by itself.
 
     Call it outside jit, as often as the metrics are looked at; it waits for the state and copies a
-    few scalars to the host. Of a state that was vmapped, each one is judged.
+    few scalars to the host. If the state was vmapped, each copy is checked.
 
     Args:
       state: as for `loss_scale`.
       max_skips: how many skipped steps in a row are too many. A run that starts with a large
         scale skips some 15 steps before it settles.
-      allow_nonfinite_loss: do not raise on a single inf or NaN loss (seen only if `loss=` is passed
-        to `update`), only on `max_skips` skips in a row.
+      allow_nonfinite_loss: by default one inf or NaN loss, in the last step, is enough to raise
+        (it is seen only if `loss=` is passed to `update`). True lets single bad batches pass, which
+        are skipped anyway, and raises on `max_skips` skips in a row.
 
     Raises:
       FloatingPointError: the loss is not finite; or gradients overflowed with the scale at its
-        minimum; or `max_skips` steps in a row were skipped; or a rule made a scale that is none.
+        minimum; or `max_skips` steps in a row were skipped; or a rule produced an invalid scale.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.sgd(0.1))

@@ -121,7 +121,7 @@ def value_and_grad(
       `((loss, aux), grads)`: loss and gradients unscaled, in float32 (complex64 for complex).
 
     Raises:
-      TypeError, ValueError: the loss is not a real floating-point scalar, or the scale is none.
+      TypeError, ValueError: the loss is not a real floating-point scalar, or the scale is invalid.
 
     >>> import jax.numpy as jnp, jscale
     >>> loss_fn = lambda w, x: jnp.sum(w * x)

@@ -35,10 +35,14 @@ class LossScaleState(NamedTuple):
       grad_norm: f32[], norm of the unscaled gradients before anything clipped them; inf or NaN
         where they overflowed. None under `off`, which does not look.
       loss_finite: bool[], whether the last `loss=` passed to `update` was finite.
-      applied_steps: i32[], steps applied so far.
+      applied_steps: i32[], steps applied so far (micro-batches, around `optax.MultiSteps`).
       skipped_steps: i32[], steps skipped so far.
       consecutive_skips: i32[], steps skipped in a row up to now.
       inner: state of the wrapped optimizer.
+
+    >>> import jax.numpy as jnp, jscale, optax
+    >>> jscale.with_loss_scale(optax.sgd(0.1)).init({"w": jnp.ones(2)})._fields[:3]
+    ('rule', 'finite', 'grad_norm')
     """
 
     rule: Any
@@ -239,7 +243,7 @@ def with_loss_scale(
       as optax's line searches do.
 
     Raises:
-      TypeError: `inner`, `rule` or `axis_name` is of another kind.
+      TypeError: `inner`, `rule` or `axis_name` has the wrong type.
       ValueError: from `init`, if `inner` has a loss scale already; from `update`, if the gradients
         do not match the parameters.
 
@@ -254,7 +258,7 @@ def with_loss_scale(
     rule = dynamic() if rule is None else rule
     if not isinstance(rule, ScaleRule):
         raise TypeError(
-            f"rule must be a ScaleRule, got {rule!r}: "
+            f"rule must be a ScaleRule, got {describe(rule)}: "
             "use jscale.dynamic(), jscale.static(1024) or jscale.off()."
         )
     if isinstance(inner, optax.MultiSteps):
@@ -313,7 +317,7 @@ def with_loss_scale(
         if is_off:
             grads = _as_parameters(updates, params)
         else:
-            _check_matches(updates, params)
+            _check_gradients(updates, params)
             grads, params = _f32(updates), _f32(params)
         # The norm comes first: a clip or an average would hide an overflow.
         norm = None if is_off else global_norm(grads, axes)
@@ -321,6 +325,8 @@ def with_loss_scale(
         finite = grads_finite if allowed is None else grads_finite & allowed
 
         updates, inner_state = tx.update(grads, state.inner, params, **extra_args)
+        if not is_off:
+            _check_updates(updates, params)
         if not is_off or allowed is not None:
             if difference := mismatch(inner_state, state.inner):
                 raise ValueError(
@@ -357,13 +363,24 @@ def _warn_about_half(params: PyTree) -> None:
         )
 
 
-def _check_matches(grads: PyTree, params: PyTree | None) -> None:
+def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
+    """Structures only: an `inner` may average the gradients of single examples itself."""
     if isinstance(params, optax.LookaheadParams):
         params = params.fast
     if params is None:
         return
-    if difference := mismatch(grads, params, gradients=True):
+    if difference := mismatch(grads, params, allow_none=True, shapes=False):
         raise ValueError(
             f"the gradients do not match the parameters: {difference}. "
             "Differentiate with respect to what the optimizer was initialised with."
+        )
+
+
+def _check_updates(updates: PyTree, params: PyTree | None) -> None:
+    if params is None:
+        return
+    if difference := mismatch(updates, params, allow_none=True):
+        raise ValueError(
+            f"the updates do not match the parameters: {difference}. "
+            "Gradients need the shapes of the parameters: average over examples first."
         )

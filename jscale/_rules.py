@@ -70,6 +70,20 @@ class ScaleRule(NamedTuple):
       init: `init() -> state`, a NamedTuple of arrays with a field `loss_scale` (f32).
       update: `update(state, observation) -> state`, called once per step, traced under jit; the
         state that comes out has the structure, shapes and dtypes of the one that went in.
+
+    A rule that keeps the largest gradient a factor of 1000 below float16's limit:
+
+    >>> import jax.numpy as jnp, jscale, optax
+    >>> def update(state, observation):
+    ...     fits = jnp.exp2(jnp.floor(jnp.log2(65.5 / observation.amax)))
+    ...     scale = jnp.where(observation.finite, fits, state.loss_scale / 2)
+    ...     return state._replace(loss_scale=scale)
+    >>> rule = jscale.ScaleRule(jscale.static(1024).init, update)
+    >>> tx = jscale.with_loss_scale(optax.sgd(0.1), rule)
+    >>> params = {"w": jnp.ones(2)}
+    >>> _, state = tx.update({"w": jnp.array([0.1, -0.5])}, tx.init(params), params)
+    >>> float(jscale.loss_scale(state))
+    128.0
     """
 
     init: Callable[[], Any]
@@ -120,6 +134,10 @@ class DynamicState(NamedTuple):
       hysteresis_tracker: i32[], overflows that it still takes to lower the scale; 0 counts as 1.
       steps_at_min: i32[], for how many steps in a row the scale has come out at `min_scale`; an
         overflow with 2 or more is one that lowering the scale did not help.
+
+    >>> import jscale
+    >>> int(jscale.dynamic(4.0, hysteresis=2).init().hysteresis_tracker)
+    2
     """
 
     loss_scale: jax.Array
@@ -156,8 +174,8 @@ def dynamic(
       min_scale: the scale never falls below it. The default, 2^-24, is far below 1: where
         activations are large, gradients overflow at a scale of 1 and a floor there never lets go.
       max_scale: the scale never grows above it.
-      hysteresis: how many overflows it takes to lower the scale. An overflow that is let pass
-        still restarts the count of clean steps.
+      hysteresis: how many overflows it takes to lower the scale. A tolerated overflow still
+        restarts the count of clean steps.
       refill: when spent hysteresis comes back: on `"growth"` (Megatron), on every `"clean"` step
         (apex's update_scale_hysteresis), or on every clean step and after each `"drop"` (Paddle).
 
@@ -237,7 +255,15 @@ def dynamic(
 
 
 class StaticState(NamedTuple):
-    """State of `static`: `loss_scale`, f32[]."""
+    """State of `static`.
+
+    Attributes:
+      loss_scale: f32[], the scale.
+
+    >>> import jscale
+    >>> float(jscale.static(8).init().loss_scale)
+    8.0
+    """
 
     loss_scale: jax.Array
 
@@ -266,7 +292,15 @@ def static(scale: float) -> ScaleRule:
 
 
 class OffState(NamedTuple):
-    """State of `off`: `loss_scale`, f32[], always 1."""
+    """State of `off`.
+
+    Attributes:
+      loss_scale: f32[], always 1.
+
+    >>> import jscale
+    >>> isinstance(jscale.off().init(), jscale.OffState)
+    True
+    """
 
     loss_scale: jax.Array
 

@@ -75,11 +75,12 @@ def same_structure(tree: PyTree, reference: PyTree) -> bool:
     return operator.eq(jax.tree.structure(tree), jax.tree.structure(reference))
 
 
-def mismatch(tree: PyTree, reference: PyTree, *, gradients: bool = False) -> str | None:
+def mismatch(
+    tree: PyTree, reference: PyTree, *, allow_none: bool = False, shapes: bool = True
+) -> str | None:
     """Says how `tree` differs from `reference` in structure or shapes, or None if it does not.
 
-    With `gradients`, `tree` may hold None where `reference` holds a leaf, and its leaves may have
-    one axis more in front, as the gradients of single examples have.
+    With `allow_none`, `tree` may hold None where `reference` holds a leaf.
     """
     is_leaf = lambda x: x is None
     flatten: Any = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=is_leaf)
@@ -92,9 +93,8 @@ def mismatch(tree: PyTree, reference: PyTree, *, gradients: bool = False) -> str
         sides += [f"missing {listing(missing)}"] if missing else []
         return "; ".join(sides) or "the containers are of different types"
     for (path, x), (_, ref) in zip(got, want, strict=True):
-        shape, wanted = _shape(x), _shape(ref)
-        same = (x is None) == (ref is None) and shape == wanted
-        if not (same or (gradients and (x is None or (shape and shape[1:] == wanted)))):
+        same = (x is None) == (ref is None) and (not shapes or _shape(x) == _shape(ref))
+        if not same and not (allow_none and x is None):
             return f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
     return None
 

@@ -220,7 +220,7 @@ def growing_state():
     [
         (
             lambda: jscale.with_loss_scale(optax.sgd(1.0), 1024),
-            "rule must be a ScaleRule, got 1024",
+            "rule must be a ScaleRule, got int",
         ),
         (
             lambda: jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic),
