@@ -3,7 +3,7 @@
 from ._check import check
 from ._finite import all_finite, select
 from ._grad import grad, scale_loss, unscale, value_and_grad
-from ._optimizer import LossScaleState, loss_scale, metrics, with_loss_scale
+from ._optimizer import with_loss_scale
 from ._policy import Policy
 from ._rules import (
     DynamicState,
@@ -15,6 +15,7 @@ from ._rules import (
     off,
     static,
 )
+from ._state import LossScaleState, loss_scale, metrics
 
 __version__ = "0.1.0"
 

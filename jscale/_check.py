@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._optimizer import find_state
-from ._rules import whole_number
+from ._arguments import as_count
+from ._state import find_state
 from ._tree import PyTree
 
 
@@ -36,12 +36,13 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     Traceback (most recent call last):
     FloatingPointError: the loss is not finite: ...
     """
-    max_skips = whole_number("max_skips", max_skips)
-    found = find_state(state)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
+    max_skips = as_count("max_skips", max_skips)
+    found, rule = find_state(state)
+    # A rule may name its fields as it likes; only these two mean something here.
+    found |= {name: rule[name] for name in ("loss_scale", "steps_at_min") if name in rule}
+    if any(isinstance(x, jax.core.Tracer) for x in found.values()):
         raise TypeError("check raises on what it sees, so it must be called outside jit and scan.")
-    rule = found.pop("rule")
-    found = jax.device_get({**found, **rule})
+    found = jax.device_get(found)
     for index in np.ndindex(np.shape(found["consecutive_skips"])):
         one = {name: None if x is None else x[index] for name, x in found.items()}
         _check_one(one, max_skips, allow_nonfinite_loss)

@@ -1,24 +1,18 @@
 """Is a step's gradient finite, and what is kept when it is not."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ._arguments import AxisName, as_axes, as_flag
 from ._tree import (
     PyTree,
-    at_least_f32,
-    boolean_scalar,
     describe,
     inexact_leaves,
     mismatch,
     path_name,
 )
-
-AxisName = str | Sequence[str] | None
 
 
 def all_finite(tree: PyTree) -> jax.Array:
@@ -41,17 +35,8 @@ def all_finite(tree: PyTree) -> jax.Array:
     >>> bool(jscale.all_finite({"w": jnp.array([1.0, jnp.nan])}))
     False
     """
-    flags = [jnp.all(jnp.isfinite(at_least_f32(x))) for x in inexact_leaves(tree)]
+    flags = [jnp.all(jnp.isfinite(x)) for x in inexact_leaves(tree)]
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
-
-
-def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    if axis_name is None:
-        return ()
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"axis_name must be the name of an axis, or several, got {axis_name!r}.")
-    return tuple(names)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -77,14 +62,14 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
     With `axis_name`, inside shard_map: a leaf that varies over an axis is one device's part of a
     larger array, so its square is summed over the axis; a leaf that does not vary counts once.
     With check_vma=False (and in pmap) JAX does not say which is which: gradients are then taken to
-    be averaged already, and the squares are averaged over the devices.
+    be averaged already, and the devices' norms are averaged.
     """
     leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
-    axes = axes_of(axis_name)
+    axes = as_axes(axis_name)
     if not axes:
         return _norm(leaves)
     if not all(_tracks_varying_axes(a) for a in axes):
-        return jnp.sqrt(lax.pmean(jnp.square(_norm(leaves)), axes))
+        return lax.pmean(_norm(leaves), axes)
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for x in leaves:
         by_axes.setdefault(tuple(a for a in axes if a in _varying(x)), []).append(x)
@@ -100,13 +85,13 @@ def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
 
 
-def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
+def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the step was applied, else `old`, bit for bit, with the types of `old`.
 
     For whatever a step changes outside the optimizer: batch statistics, an average of the
     parameters, dropout keys. NaN-safe, since it selects and never multiplies. Flax NNX modules
-    change in place: take `old` with `nnx.as_pure(nnx.state(model, ...))` before the step, or both
-    trees are the new one.
+    change in place: take `old` with `nnx.as_pure(nnx.state(model, ...))` before the step, or it is
+    the new state already.
 
     Args:
       finite: bool[], usually `opt_state.finite` after the update.
@@ -119,15 +104,15 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
 
     Raises:
       TypeError: `finite` is not a boolean.
-      ValueError: the two trees differ in structure, in a shape, or in a leaf that is no array; or
-        a 64-bit leaf would be narrowed, since JAX runs without x64.
+      ValueError: the two trees differ in structure, in a shape, or in a leaf that is not an array;
+        or a 64-bit leaf would be narrowed, since JAX runs without x64.
 
     >>> import jax.numpy as jnp, jscale
     >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([jnp.nan, 1.0])}
     >>> jscale.select(jnp.array(False), new, old)
     {'mean': Array([0., 0.], dtype=float32)}
     """
-    finite = boolean_scalar("finite", finite)
+    finite = as_flag("finite", finite)
     if difference := mismatch(new, old):
         raise ValueError(
             f"select needs trees of one structure, but new is not like old: {difference}."
@@ -150,11 +135,4 @@ def select(finite: jax.typing.ArrayLike, new: PyTree, old: PyTree) -> PyTree:
             f"{describe(n)} {n!r} and old {describe(o)} {o!r}: make it an array, or leave it out."
         )
 
-    return jax.tree_util.tree_map_with_path(pick, new, old)
-
-
-def strong(x: Any) -> Any:
-    """`x` as an array without a weak type; what is neither array nor number is left as it is."""
-    if isinstance(x, bool | int | float | complex):
-        x = jnp.asarray(x)
-    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+    return jax.tree.map_with_path(pick, new, old)

@@ -2,35 +2,24 @@
 
 import functools
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._rules import check_scale
-from ._tree import PyTree, at_least_f32, describe, map_inexact, real_scalar
+from ._arguments import as_scale, check_number, check_real_scalar
+from ._tree import PyTree, at_least_f32, describe, map_inexact
 
 
 def _as_scale(loss_scale: Any) -> jax.Array:
     """A strong-typed f32[]; what is on the host already is checked."""
-    dtype = getattr(loss_scale, "dtype", None)
-    real = dtype is not None and jnp.issubdtype(dtype, jnp.number) and dtype.kind != "c"
-    if isinstance(loss_scale, bool | complex) or not (real or isinstance(loss_scale, Real)):
-        raise TypeError(
-            f"loss_scale must be a real scalar, got {describe(loss_scale)}: "
-            "pass jscale.loss_scale(opt_state), or a number."
-        )
-    if jnp.ndim(loss_scale) != 0:
-        raise ValueError(
-            f"loss_scale must be a scalar, got {describe(loss_scale)}: one loss takes one scale."
-        )
+    check_number("loss_scale", loss_scale, "pass jscale.loss_scale(opt_state), or a number")
     if not isinstance(loss_scale, jax.Array):
-        check_scale("loss_scale", loss_scale)
+        as_scale("loss_scale", loss_scale)
     return jnp.asarray(loss_scale, jnp.float32)
 
 
-def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
+def scale_loss(loss: float | jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
     """The loss times the scale, in float32.
 
     One of the parts that `value_and_grad` is made of, for hand-written loops; undo it with
@@ -51,14 +40,10 @@ def scale_loss(loss: jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
     >>> float(jscale.scale_loss(jnp.float16(3), 2.0**15))   # float16 itself ends at 65504
     98304.0
     """
-    if isinstance(loss, tuple):
-        raise TypeError(
-            "the loss function returned a tuple: return the loss alone, or pass has_aux=True."
-        )
     remedy = "cast it to float32" if hasattr(loss, "dtype") else "return the loss"
-    real_scalar("the loss", loss, remedy)
-    loss = at_least_f32(loss)
-    return loss * _as_scale(loss_scale).astype(loss.dtype)
+    check_real_scalar("the loss", loss, remedy)
+    wide = at_least_f32(loss)
+    return wide * _as_scale(loss_scale).astype(wide.dtype)
 
 
 def unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
@@ -140,6 +125,10 @@ def value_and_grad(
     @functools.wraps(fun)
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
+        if isinstance(out, tuple) and not has_aux:
+            raise TypeError(
+                "the loss function returned a tuple: return the loss alone, or pass has_aux=True."
+            )
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"with has_aux=True the loss function must return (loss, aux), got {describe(out)}."
@@ -152,7 +141,7 @@ def value_and_grad(
         return product, (at_least_f32(loss), used, aux)
 
     # Equinox's transforms take no argnums: they differentiate the first argument.
-    where = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+    where = {} if argnums == 0 else {"argnums": argnums}
     differentiated = transform(scaled, has_aux=True, **where)
 
     @functools.wraps(fun)

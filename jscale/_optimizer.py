@@ -1,148 +1,44 @@
 """The optax wrapper: apply the step or skip it, then adjust the scale."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._finite import AxisName, axes_of, everywhere, global_norm, select, strong
+from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
+from ._finite import everywhere, global_norm, select
 from ._rules import Observation, OffState, ScaleRule, dynamic
+from ._state import LossScaleState, find_all
 from ._tree import (
     PyTree,
     at_least_f32,
-    boolean_scalar,
     describe,
     is_inexact,
     listing,
     map_inexact,
     mismatch,
     path_name,
-    real_scalar,
     same_structure,
+    strong,
 )
-
-
-class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`. Every field describes the last update.
-
-    Attributes:
-      rule: state of the scale rule; `rule.loss_scale` is the scale for the next step.
-      finite: bool[], the flag that decided: the gradients and their norm were finite, on every
-        device, and `apply` did not veto. Use it with `select`.
-      grad_norm: f32[], norm of the unscaled gradients before anything clipped them; inf or NaN
-        where they overflowed. None under `off`, which does not look.
-      loss_finite: bool[], whether the last `loss=` passed to `update` was finite.
-      applied_steps: i32[], steps applied so far (micro-batches, around `optax.MultiSteps`).
-      skipped_steps: i32[], steps skipped so far.
-      consecutive_skips: i32[], steps skipped in a row up to now.
-      inner: state of the wrapped optimizer.
-
-    >>> import jax.numpy as jnp, jscale, optax
-    >>> jscale.with_loss_scale(optax.sgd(0.1)).init({"w": jnp.ones(2)})._fields[:3]
-    ('rule', 'finite', 'grad_norm')
-    """
-
-    rule: Any
-    finite: jax.Array
-    grad_norm: jax.Array | None
-    loss_finite: jax.Array
-    applied_steps: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
-    inner: Any
-
-
-def _is_state(x: Any) -> bool:
-    # nnx.State and flax.serialization turn a NamedTuple into a mapping from its field names,
-    # and leave out a field without leaves.
-    return isinstance(x, LossScaleState) or (
-        isinstance(x, Mapping) and set(LossScaleState._fields) - {"grad_norm", "inner"} <= set(x)
-    )
-
-
-def _find(tree: PyTree) -> list[tuple[Any, Any]]:
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state)
-    return [(path, x) for path, x in flat if _is_state(x)]
-
-
-def _field(node: Any, name: str) -> Any:
-    return node.get(name) if isinstance(node, Mapping) else getattr(node, name)
-
-
-def find_state(state: PyTree) -> dict[str, Any]:
-    """The one `LossScaleState` in `state`, as a dict of its fields but `inner`, in plain arrays."""
-    found = _find(state)
-    if len(found) != 1:
-        where = ", ".join(path_name(path) for path, _ in found)
-        raise ValueError(
-            f"more than one loss scale in this state, at {where}: pass the part that you mean."
-            if found
-            else f"no loss scale in this state ({describe(state)}): "
-            "wrap the optimizer with jscale.with_loss_scale, and pass its state."
-        )
-    node = found[0][1]
-    # An NNX optimizer keeps each array in a Variable, a tree with one leaf.
-    unwrap = lambda x: None if x is None else next(iter(jax.tree.leaves(x)), None)
-    fields = {name: unwrap(_field(node, name)) for name in LossScaleState._fields[1:-1]}
-    rule = _field(node, "rule")
-    names = list(rule) if isinstance(rule, Mapping) else rule._fields
-    return {**fields, "rule": {name: unwrap(_field(rule, name)) for name in names}}
-
-
-def loss_scale(state: PyTree) -> jax.Array:
-    """The scale for the next backward pass.
-
-    Args:
-      state: any nest that holds one `LossScaleState`: an optax state, a Flax TrainState, the
-        `opt_state` of an `nnx.Optimizer`, an `nnx.State`.
-
-    Returns:
-      f32[].
-
-    Raises:
-      ValueError: there is no loss scale in `state`, or more than one (the message lists them).
-
-    >>> import jax.numpy as jnp, jscale, optax
-    >>> tx = optax.chain(jscale.with_loss_scale(optax.adam(1e-3)))
-    >>> float(jscale.loss_scale(tx.init({"w": jnp.ones(3)})))
-    65536.0
-    """
-    return find_state(state)["rule"]["loss_scale"]
-
-
-def metrics(state: PyTree) -> dict[str, jax.Array]:
-    """What to log each step: the same keys every time, all unscaled, all 0-d arrays.
-
-    Args:
-      state: as for `loss_scale`.
-
-    Returns:
-      `grad_scale` (the scale for the next step), `grad_norm`, `finite`, `loss_finite`,
-      `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` describes them.
-      Under `off`, `grad_scale` is 1 and `grad_norm`, which is not looked at, is absent.
-
-    >>> import jax.numpy as jnp, jscale, optax
-    >>> tx = jscale.with_loss_scale(optax.adam(1e-3), jscale.static(1024))
-    >>> m = jscale.metrics(tx.init({"w": jnp.ones(3)}))
-    >>> float(m["grad_scale"]), int(m["skipped_steps"])
-    (1024.0, 0)
-    """
-    found = find_state(state)
-    rule = found.pop("rule")
-    return {"grad_scale": rule["loss_scale"]} | {k: v for k, v in found.items() if v is not None}
 
 
 def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
     """Gradients in the dtype of their parameters, where that is the narrower one."""
-    if params is None or not same_structure(grads, params):
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None or mismatch(grads, params, allow_none=True, shapes=False):
         return grads
-    narrow = lambda g, p: (
-        g.astype(p.dtype) if is_inexact(p) and at_least_f32(p).dtype == g.dtype != p.dtype else g
+    widened = lambda g, p: (
+        g is not None
+        and p is not None
+        and is_inexact(p)
+        and at_least_f32(p).dtype == g.dtype != p.dtype
     )
-    return jax.tree.map(narrow, grads, params)
+    narrow = lambda g, p: g.astype(p.dtype) if widened(g, p) else g
+    return jax.tree.map(narrow, grads, params, is_leaf=lambda x: x is None)
 
 
 def _f32(tree: PyTree) -> PyTree:
@@ -151,13 +47,8 @@ def _f32(tree: PyTree) -> PyTree:
 
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
-    if not hasattr(x, "dtype"):
-        return x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.where(finite, x, jnp.asarray(complex(-0.0, -0.0), x.dtype))
-    if jnp.issubdtype(x.dtype, jnp.number):
-        return jnp.where(finite, x, jnp.asarray(-0.0, x.dtype))
-    return x
+    number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
+    return jnp.where(finite, x, -jnp.zeros((), x.dtype)) if number else x
 
 
 def _unshared(tree: PyTree, params: PyTree) -> PyTree:
@@ -204,6 +95,41 @@ def _check_rule_state(state: Any, expected: Any) -> None:
             f"the state holds a {describe(state)}, but this rule keeps a {describe(expected)}: "
             "go on with the rule that made the state, or put a state of this rule in its place, "
             "e.g. state._replace(rule=rule.init())."
+        )
+
+
+def _warn_about_half(params: PyTree) -> None:
+    flat = jax.tree.leaves_with_path(params)
+    half = [path_name(path) for path, x in flat if getattr(x, "dtype", None) == jnp.float16]
+    if half:
+        warnings.warn(
+            f"parameters in float16: {listing(half)}. Updates below 2^-11 of a weight are rounded "
+            "away: keep them in float32 and cast inside the loss function, e.g. with "
+            "jscale.Policy.cast_to_compute.",
+            stacklevel=3,
+        )
+
+
+def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
+    """Structures only: an `inner` may average the gradients of single examples itself."""
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return
+    if difference := mismatch(grads, params, allow_none=True, shapes=False):
+        raise ValueError(
+            f"the gradients do not match the parameters: {difference}. "
+            "Differentiate with respect to what the optimizer was initialised with."
+        )
+
+
+def _check_updates(updates: PyTree, params: PyTree | None) -> None:
+    if params is None:
+        return
+    if difference := mismatch(updates, params, allow_none=True):
+        raise ValueError(
+            f"the updates do not match the parameters: {difference}. "
+            "Gradients need the shapes of the parameters: average over examples first."
         )
 
 
@@ -262,7 +188,7 @@ def with_loss_scale(
             "use jscale.dynamic(), jscale.static(1024) or jscale.off()."
         )
     if isinstance(inner, optax.MultiSteps):
-        # Its own gradient_transformation() would drop the extra arguments.
+        # with_extra_args_support would drop the extra arguments of what its own method returns.
         tx = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     elif isinstance(inner, optax.GradientTransformation):
         tx = optax.with_extra_args_support(inner)
@@ -272,7 +198,7 @@ def with_loss_scale(
             "pass e.g. optax.adamw(3e-4)."
         )
 
-    axes = axes_of(axis_name)
+    axes = as_axes(axis_name)
     rule_type = jax.eval_shape(lambda: _first_rule_state(rule))
     is_off = isinstance(rule_type, OffState)
 
@@ -280,7 +206,7 @@ def with_loss_scale(
         if not is_off:
             _warn_about_half(params)
         inner_state = tx.init(params if is_off else _f32(params))
-        if nested := _find(inner_state):
+        if nested := find_all(inner_state):
             where = ", ".join(path_name(path) for path, _ in nested)
             raise ValueError(
                 f"the wrapped optimizer has a loss scale already (in its state at {where}): "
@@ -303,16 +229,17 @@ def with_loss_scale(
                 f"state must be a LossScaleState, got {describe(state)}: pass what init returned."
             )
         _check_rule_state(state.rule, rule_type)
-        given = {"loss": loss, "apply": apply}
-        extra_args |= {name: value for name, value in given.items() if value is not None}
-
         loss_finite = state.loss_finite
         if loss is not None:
-            real_scalar("loss=", loss, "pass the loss that value_and_grad returned")
+            extra_args["loss"] = loss
+            check_real_scalar("loss=", loss, "pass the loss that value_and_grad returned")
             loss = jnp.asarray(loss, jnp.float32)
             loss = jax.lax.pmean(loss, axes) if axes else loss
             loss_finite = jnp.isfinite(loss)
-        allowed = None if apply is None else everywhere(boolean_scalar("apply=", apply), axes)
+        allowed = None
+        if apply is not None:
+            extra_args["apply"] = apply
+            allowed = everywhere(as_flag("apply=", apply), axes)
 
         if is_off:
             grads = _as_parameters(updates, params)
@@ -349,38 +276,3 @@ def with_loss_scale(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _warn_about_half(params: PyTree) -> None:
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    half = [path_name(path) for path, x in flat if getattr(x, "dtype", None) == jnp.float16]
-    if half:
-        warnings.warn(
-            f"parameters in float16: {listing(half)}. Updates below 2^-11 of a weight are rounded "
-            "away: keep them in float32 and cast inside the loss function, e.g. with "
-            "jscale.Policy.cast_to_compute.",
-            stacklevel=3,
-        )
-
-
-def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
-    """Structures only: an `inner` may average the gradients of single examples itself."""
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    if params is None:
-        return
-    if difference := mismatch(grads, params, allow_none=True, shapes=False):
-        raise ValueError(
-            f"the gradients do not match the parameters: {difference}. "
-            "Differentiate with respect to what the optimizer was initialised with."
-        )
-
-
-def _check_updates(updates: PyTree, params: PyTree | None) -> None:
-    if params is None:
-        return
-    if difference := mismatch(updates, params, allow_none=True):
-        raise ValueError(
-            f"the updates do not match the parameters: {difference}. "
-            "Gradients need the shapes of the parameters: average over examples first."
-        )

@@ -31,7 +31,7 @@ def _dtype(value: Any) -> Any:
         name = _half() if value == "half" else _NAMES.get(value)
     try:
         # None and Python's float would silently mean float64.
-        dtype = None if name in (None, float) else jnp.dtype(name)
+        dtype = None if name is None or name is float else jnp.dtype(name)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -61,7 +61,7 @@ def _parse(text: str) -> tuple[Any, Any, Any]:
     return param, compute, found.get("o", compute)
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class Policy:
     """Dtypes of parameters, of computation and of outputs, cast over whole trees.
 
@@ -98,38 +98,28 @@ class Policy:
     """
 
     param_dtype: Any
-    compute_dtype: Any
-    output_dtype: Any
-    keep_f32: tuple[str, ...]
+    compute_dtype: Any = None
+    output_dtype: Any = None
+    keep_f32: Sequence[str] = dataclasses.field(default=(), kw_only=True)
 
-    def __init__(
-        self,
-        param_dtype: Any,
-        compute_dtype: Any = None,
-        output_dtype: Any = None,
-        *,
-        keep_f32: Sequence[str] = (),
-    ):
-        if (compute_dtype is None) != (output_dtype is None):
+    def __post_init__(self):
+        given = self.param_dtype, self.compute_dtype, self.output_dtype
+        if (self.compute_dtype is None) != (self.output_dtype is None):
             raise TypeError(
                 "Policy takes one dtype (or string) for all, or all three of param_dtype, "
-                "compute_dtype and output_dtype; "
-                f"got {param_dtype!r}, {compute_dtype!r}, {output_dtype!r}."
+                f"compute_dtype and output_dtype; got {given}."
             )
-        if compute_dtype is not None:
-            dtypes = _dtype(param_dtype), _dtype(compute_dtype), _dtype(output_dtype)
-        else:
-            dtypes = (
-                _parse(param_dtype) if isinstance(param_dtype, str) else (_dtype(param_dtype),) * 3
-            )
-        keep_f32 = (keep_f32,) if isinstance(keep_f32, str) else tuple(keep_f32)
-        if not all(isinstance(pattern, str) for pattern in keep_f32):
-            raise TypeError(f"keep_f32 must be parameter paths, as strings, got {keep_f32!r}.")
-        for name, value in zip(
-            ("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True
-        ):
+        if self.compute_dtype is None and isinstance(self.param_dtype, str):
+            given = _parse(self.param_dtype)
+        elif self.compute_dtype is None:
+            given = (self.param_dtype,) * 3
+        keep = self.keep_f32
+        keep = (keep,) if isinstance(keep, str) else tuple(keep)
+        if not all(isinstance(pattern, str) for pattern in keep):
+            raise TypeError(f"keep_f32 must be parameter paths, as strings, got {keep!r}.")
+        names = [field.name for field in dataclasses.fields(self)]
+        for name, value in zip(names, (*map(_dtype, given), keep), strict=True):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "keep_f32", keep_f32)
 
     def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
@@ -165,4 +155,4 @@ class Policy:
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
         """The same policy with another output dtype."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype, keep_f32=self.keep_f32)
+        return dataclasses.replace(self, output_dtype=output_dtype)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._finite import AxisName, axes_of, global_norm
-from ._tree import PyTree, at_least_f32, describe, inexact_leaves
+from ._arguments import AxisName, as_axes, as_count, as_number, as_scale
+from ._finite import global_norm
+from ._tree import PyTree, at_least_f32, inexact_leaves
 
 _F32 = np.finfo(np.float32)
 
@@ -54,7 +54,8 @@ class Observation:
         leaves = inexact_leaves(self._need_grads("amax"))
         largest = [jnp.max(jnp.abs(at_least_f32(x)), initial=0).astype(jnp.float32) for x in leaves]
         amax = jnp.max(jnp.stack(largest)) if largest else jnp.zeros((), jnp.float32)
-        axes = axes_of(self.axis_name)
+        amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)  # a maximum over devices may lose a NaN
+        axes = as_axes(self.axis_name)
         return lax.pmax(amax, axes) if axes else amax
 
     @property
@@ -75,7 +76,7 @@ class ScaleRule(NamedTuple):
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> def update(state, observation):
-    ...     fits = jnp.exp2(jnp.floor(jnp.log2(65.5 / observation.amax)))
+    ...     fits = jnp.exp2(jnp.floor(jnp.log2(65.5 / jnp.maximum(observation.amax, 1e-6))))
     ...     scale = jnp.where(observation.finite, fits, state.loss_scale / 2)
     ...     return state._replace(loss_scale=scale)
     >>> rule = jscale.ScaleRule(jscale.static(1024).init, update)
@@ -88,41 +89,6 @@ class ScaleRule(NamedTuple):
 
     init: Callable[[], Any]
     update: Callable[[Any, Observation], Any]
-
-
-def _number(name: str, value: Any, remedy: str) -> float:
-    """A configuration number as a float, or an error in one sentence."""
-    real = isinstance(value, numbers.Real) or (
-        hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number)
-    )
-    if isinstance(value, bool | complex | jax.core.Tracer) or not real:
-        raise TypeError(f"{name} must be a number, got {value!r} ({describe(value)}): {remedy}.")
-    if np.ndim(value) != 0:
-        raise TypeError(f"{name} must be a scalar, got {describe(value)}: {remedy}.")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def check_scale(name: str, value: Any) -> float:
-    """`value` as a legal scale: positive, finite and normal in float32."""
-    remedy = "pass a positive number, best a power of two such as 2**16"
-    scale = _number(name, value, remedy)
-    if not math.isfinite(scale) or not float(_F32.tiny) <= scale <= float(_F32.max):
-        raise ValueError(
-            f"{name} must be positive, finite and normal in float32, got {scale}: {remedy}."
-        )
-    return scale
-
-
-def whole_number(name: str, value: Any) -> int:
-    count = _number(name, value, "pass a whole number of at least 1")
-    if not 1 <= count < 2**31 or count != int(count):
-        raise ValueError(
-            f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r}: it counts steps."
-        )
-    return int(count)
 
 
 class DynamicState(NamedTuple):
@@ -195,13 +161,13 @@ def dynamic(
     8.0
     4.0
     """
-    init_scale = check_scale("init_scale", init_scale)
-    min_scale = check_scale("min_scale", min_scale)
-    max_scale = check_scale("max_scale", max_scale)
-    growth_interval = whole_number("growth_interval", growth_interval)
-    hysteresis = whole_number("hysteresis", hysteresis)
-    growth = _number("growth_factor", growth_factor, "2 is usual")
-    backoff = _number("backoff_factor", backoff_factor, "0.5 is usual")
+    init_scale = as_scale("init_scale", init_scale)
+    min_scale = as_scale("min_scale", min_scale)
+    max_scale = as_scale("max_scale", max_scale)
+    growth_interval = as_count("growth_interval", growth_interval)
+    hysteresis = as_count("hysteresis", hysteresis)
+    growth = as_number("growth_factor", growth_factor, "2 is usual")
+    backoff = as_number("backoff_factor", backoff_factor, "0.5 is usual")
     # As float32 has them: 1 + 1e-9 is 1 there.
     with np.errstate(over="ignore", under="ignore"):
         growth_f32, backoff_f32 = np.float32(growth), np.float32(backoff)
@@ -271,6 +237,8 @@ class StaticState(NamedTuple):
 def static(scale: float) -> ScaleRule:
     """A constant scale. Steps with non-finite gradients are still skipped.
 
+    A run that is resumed with another scale takes its first step at the saved one.
+
     Args:
       scale: positive, finite and normal in float32.
 
@@ -284,7 +252,7 @@ def static(scale: float) -> ScaleRule:
     >>> float(jscale.static(1024).init().loss_scale)
     1024.0
     """
-    scale = check_scale("scale", scale)
+    scale = as_scale("scale", scale)
     return ScaleRule(
         init=lambda: StaticState(jnp.asarray(scale, jnp.float32)),
         update=lambda state, observation: StaticState(jnp.asarray(scale, jnp.float32)),

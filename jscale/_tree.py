@@ -32,6 +32,13 @@ def at_least_f32(x: Any) -> Any:
     return x.update(dtype=dtype) if abstract else jax.lax.convert_element_type(x, dtype)
 
 
+def strong(x: Any) -> Any:
+    """`x` as an array without a weak type; anything but an array or a number is left as it is."""
+    if isinstance(x, bool | int | float | complex):
+        x = jnp.asarray(x)
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
 def path_name(path: Any) -> str:
     """A key path as people write it: `encoder/0/kernel`; the root is `<root>`."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
@@ -45,14 +52,12 @@ def _is_gradient(path: Any, x: Any) -> bool:
 
 def map_inexact(fn: Callable[..., Any], tree: PyTree) -> PyTree:
     """`fn(path, leaf)` on every inexact leaf; others and fp8 overwrite leaves pass through."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: fn(path, x) if _is_gradient(path, x) else x, tree
-    )
+    return jax.tree.map_with_path(lambda path, x: fn(path, x) if _is_gradient(path, x) else x, tree)
 
 
 def inexact_leaves(tree: PyTree) -> list[Any]:
     """The leaves that `map_inexact` visits, in tree order."""
-    return [x for path, x in jax.tree_util.tree_leaves_with_path(tree) if _is_gradient(path, x)]
+    return [x for path, x in jax.tree.leaves_with_path(tree) if _is_gradient(path, x)]
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:
@@ -60,10 +65,11 @@ def _shape(x: Any) -> tuple[int, ...] | None:
 
 
 def describe(x: Any) -> str:
-    """`float32[8,3]` for an array, the type's name for anything else."""
+    """`float32[8,3]` for an array, the value for a number or string, else the name of the type."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-    return type(x).__name__
+    simple = x is None or isinstance(x, bool | int | float | complex | str)
+    return repr(x) if simple and len(repr(x)) < 40 else type(x).__name__
 
 
 def listing(paths: list[str]) -> str:
@@ -83,43 +89,18 @@ def mismatch(
     With `allow_none`, `tree` may hold None where `reference` holds a leaf.
     """
     is_leaf = lambda x: x is None
-    flatten: Any = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=is_leaf)
+    flatten: Any = functools.partial(jax.tree.flatten_with_path, is_leaf=is_leaf)
     (got, got_def), (want, want_def) = flatten(tree), flatten(reference)
     if got_def != want_def:
-        names = [path_name(path) for path, _ in got], [path_name(path) for path, _ in want]
-        extra = [n for n, (_, x) in zip(names[0], got, strict=True) if n not in set(names[1])]
-        missing = [n for n, (_, x) in zip(names[1], want, strict=True) if n not in set(names[0])]
-        sides = [f"unexpected {listing(extra)}"] if extra else []
-        sides += [f"missing {listing(missing)}"] if missing else []
-        return "; ".join(sides) or "the containers are of different types"
+        have, need = ({path_name(path): None for path, _ in flat} for flat in (got, want))
+        sides = {
+            "unexpected": [name for name in have if name not in need],
+            "missing": [name for name in need if name not in have],
+        }
+        said = [f"{side} {listing(names)}" for side, names in sides.items() if names]
+        return "; ".join(said) or "the containers are of different types"
     for (path, x), (_, ref) in zip(got, want, strict=True):
         same = (x is None) == (ref is None) and (not shapes or _shape(x) == _shape(ref))
         if not same and not (allow_none and x is None):
             return f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
     return None
-
-
-def real_scalar(name: str, x: Any, remedy: str) -> None:
-    """Raises, in one sentence, unless `x` is a real floating-point scalar."""
-    floating = isinstance(x, float) or (
-        hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    )
-    if not floating:
-        raise TypeError(
-            f"{name} must be a real floating-point scalar, got {describe(x)}: {remedy}."
-        )
-    if jnp.ndim(x) != 0:
-        raise ValueError(
-            f"{name} must be a scalar, got {describe(x)}: reduce it, e.g. with jnp.mean."
-        )
-
-
-def boolean_scalar(name: str, x: Any) -> jax.Array:
-    """`x` as bool[], or an error in one sentence."""
-    if not isinstance(x, bool) and getattr(x, "dtype", None) != jnp.bool_:
-        raise TypeError(f"{name} must be a boolean scalar, got {describe(x)}.")
-    if jnp.ndim(x) != 0:
-        raise ValueError(
-            f"{name} must be a boolean scalar, got {describe(x)}: use jnp.all or vmap."
-        )
-    return jnp.asarray(x)

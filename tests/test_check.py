@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,16 @@ def test_overflow_at_the_minimum():
         FloatingPointError, match="with the loss scale at its minimum, 1, after 2 skip"
     ):
         jscale.check(after(rule, [OVERFLOW, OVERFLOW]))
+
+
+def test_a_start_at_the_minimum_has_nowhere_to_fall():
+    with pytest.raises(FloatingPointError, match="at its minimum, 1, after 1 skipped step"):
+        jscale.check(after(jscale.dynamic(1, min_scale=1), [OVERFLOW]))
+
+
+def test_a_visit_to_the_minimum_is_forgotten_once_the_scale_has_grown():
+    rule = jscale.dynamic(2, min_scale=1, growth_interval=1)
+    jscale.check(after(rule, [OVERFLOW, OK, OVERFLOW]))
 
 
 def test_a_lost_loss_cannot_be_helped_by_the_scale():
@@ -109,11 +121,10 @@ def test_each_of_many_seeds_is_judged_by_itself():
         jscale.check(seeds([OK], [OVERFLOW] * 3))
 
 
-def test_a_rule_that_loses_its_scale_is_found_out():
-    rule = jscale.ScaleRule(
-        jscale.static(8).init, lambda s, o: s._replace(loss_scale=s.loss_scale * 0)
-    )
-    with pytest.raises(FloatingPointError, match="the loss scale is 0.0: the rule must keep it"):
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
+def test_a_rule_that_loses_its_scale_is_found_out(scale):
+    rule = jscale.ScaleRule(jscale.static(8).init, lambda s, o: s._replace(loss_scale=scale))
+    with pytest.raises(FloatingPointError, match=f"the loss scale is {scale}: the rule must keep"):
         jscale.check(after(rule, [OK]))
 
 
@@ -122,3 +133,14 @@ def test_it_belongs_outside_jit_and_takes_a_count():
         jax.jit(lambda s: jscale.check(s))(after(jscale.dynamic(), []))
     with pytest.raises(ValueError, match="max_skips must be a whole number from 1"):
         jscale.check(after(jscale.dynamic(), []), max_skips=0)
+
+
+def test_fields_of_a_rule_do_not_hide_those_of_the_wrapper():
+    class State(NamedTuple):
+        loss_scale: jax.Array
+        grad_norm: jax.Array
+        consecutive_skips: jax.Array
+
+    rule = jscale.ScaleRule(lambda: State(8.0, 0.0, 0), lambda state, seen: state)
+    with pytest.raises(FloatingPointError, match="20 skipped steps in a row"):
+        jscale.check(after(rule, [OVERFLOW] * 20))

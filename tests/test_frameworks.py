@@ -350,6 +350,8 @@ def holders(rule, inner):
         "flax.serialization": flax.serialization.to_state_dict(linen.opt_state),
         "flax.serialization of TrainState": flax.serialization.to_state_dict(linen),
         "FrozenDict": flax.core.freeze({"opt": linen.opt_state}),
+        "FrozenDict of fields": flax.core.freeze(flax.serialization.to_state_dict(linen.opt_state)),
+        "nnx.State of fields": nnx.state(opt)["opt_state"],
     }
 
 
@@ -363,6 +365,8 @@ CONTAINERS = [
     "flax.serialization",
     "flax.serialization of TrainState",
     "FrozenDict",
+    "FrozenDict of fields",
+    "nnx.State of fields",
 ]
 
 

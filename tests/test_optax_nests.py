@@ -132,6 +132,17 @@ def test_a_weak_type_in_the_inner_state_does_not_survive_init():
     assert avals(out) == avals(state)
 
 
+def test_a_python_number_in_the_inner_state_becomes_an_array():
+    counting = optax.GradientTransformation(
+        lambda params: {"rate": 0.5, "count": 0},
+        lambda updates, state, params=None: (updates, {**state, "count": state["count"] + 1}),
+    )
+    tx = jscale.with_loss_scale(counting)
+    state = tx.init(make_params())
+    _, out = jax.eval_shape(tx.update, make_grads(), state, make_params())
+    assert avals(out) == avals(state)
+
+
 @every_inner
 def test_no_buffer_is_held_twice(name):
     params = make_params()
@@ -158,6 +169,25 @@ def test_off_is_bitwise_the_bare_optimizer(name, dtype):
         assert_same_bits(state.inner, bare)
     assert "grad_norm" not in jscale.metrics(state) and jscale.metrics(state)["grad_scale"] == 1
     assert float(jscale.loss_scale(state)) == 1.0
+
+
+def test_off_gives_narrow_gradients_of_wide_parameters_on_as_they_are():
+    tx, bare = jscale.with_loss_scale(optax.sgd(0.1), jscale.off()), optax.sgd(0.1)
+    grads = {"w": jnp.array([0.1, 3.0], jnp.bfloat16)}
+    params = {"w": jnp.ones(2)}
+    got, _ = tx.update(grads, tx.init(params), params)
+    assert_same_bits(got, bare.update(grads, bare.init(params), params)[0])
+
+
+def test_off_keeps_a_weak_type_of_the_inner_state():
+    weak = optax.GradientTransformation(
+        lambda params: jnp.asarray(0.5) * 1,
+        lambda updates, state, params=None: (jax.tree.map(lambda u: u * state, updates), state),
+    )
+    tx = jscale.with_loss_scale(weak, jscale.off())
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    updates, state = tx.update(params, tx.init(params), params)
+    assert state.inner.weak_type and updates["w"].dtype == jnp.bfloat16
 
 
 # Around the wrapper
@@ -289,6 +319,15 @@ def test_extra_arguments_unknown_to_the_inner_optimizer_are_dropped():
     np.testing.assert_array_equal(updates["b"], -0.5 * grads["b"])
 
 
+def test_an_optimizer_that_takes_no_extra_arguments_is_given_none():
+    plain = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda updates, state, params=None: (updates, state)
+    )
+    tx = jscale.with_loss_scale(plain)
+    updates, _ = tx.update(make_grads(), tx.init(make_params()), make_params())
+    assert_same_bits(updates, make_grads())
+
+
 def test_lookahead():
     tx = jscale.with_loss_scale(
         optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5), jscale.dynamic(8)
@@ -318,6 +357,14 @@ def test_apply_if_finite_inside_never_gives_in():
         params, state = step(params, state, {"w": jnp.array([1.0, NAN])})
     np.testing.assert_array_equal(params["w"], [1.0, 1.0])
     assert int(state.inner.total_notfinite) == 0 and int(state.consecutive_skips) == 10
+
+
+def test_the_inner_optimizer_sees_parameters_in_float32():
+    decay = optax.GradientTransformation(lambda params: (), lambda u, s, params: (params, s))
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    tx = jscale.with_loss_scale(decay)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float32
 
 
 def test_float16_gradients_do_not_meet_float32_moments():
@@ -386,6 +433,18 @@ def test_moments_decay_schedule_and_counts_stand_still_on_a_skip():
     adam, _, schedule = state.inner
     assert int(adam.count) == int(schedule.count) == 0
     np.testing.assert_array_equal(adam.nu["w"], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("rule", [jscale.dynamic(), jscale.off()], ids=["dynamic", "off"])
+def test_moments_and_counts_stand_still_on_a_veto(rule):
+    tx = jscale.with_loss_scale(optax.adam(0.1), rule)
+    params = make_params()
+    state = tx.init(params)
+    for apply in (True, False):
+        before = state
+        updates, state = tx.update(make_grads(), before, params, apply=jnp.array(apply))
+    assert_same_bits(state.inner, before.inner)
+    assert_same_bits(optax.apply_updates(params, updates), params)
 
 
 def test_negative_zero_keeps_its_sign():
@@ -458,20 +517,6 @@ def test_leaves_without_a_gradient_pass_through():
     assert updates["none"] is None and updates["key"] is other["key"]
 
 
-@pytest.mark.parametrize("finite", [True, False])
-def test_select_chooses_between_leaves_of_any_kind(finite):
-    old = {**other_leaves(), "w": jnp.array([-0.0, 1.0])}
-    new = {
-        **old,
-        "bool": ~old["bool"],
-        "int": old["int"] + 1,
-        "key": jax.random.key(1),
-        "raw_key": jax.random.PRNGKey(1),
-        "w": jnp.array([NAN, 1.0]),
-    }
-    assert_same_bits(jax.jit(jscale.select)(finite, new, old), new if finite else old)
-
-
 @pytest.mark.parametrize("tree", [{}, {"a": None}, {"n": jnp.arange(2)}, {"e": jnp.zeros((0, 2))}])
 def test_a_tree_without_gradients_is_finite(tree):
     tx = jscale.with_loss_scale(optax.identity(), jscale.dynamic(8, growth_interval=1))
@@ -499,11 +544,21 @@ def test_parameters_without_a_gradient_may_be_none():
     assert updates["b"] is None and not state.finite
 
 
+def test_gradients_of_single_examples_have_an_axis_in_front():
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, jax.random.key(0))
+    tx = jscale.with_loss_scale(private)
+    params = {"w": jnp.ones(2)}
+    grads = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], [0.3, 0.9], rtol=1e-6)
+
+
 def test_float16_parameters_are_warned_about_and_seen_in_float32():
     params = {"enc": {"w": jnp.full(2, 300, jnp.float16)}, "b": jnp.ones(2)}
     tx = jscale.with_loss_scale(optax.adam(0.1))
-    with pytest.warns(UserWarning, match=r"float16: enc/w\. "):
+    with pytest.warns(UserWarning, match=r"float16: enc/w\. ") as warned:
         state = tx.init(params)
+    assert warned[0].filename == __file__
     assert {x.dtype for x in jax.tree.leaves(state.inner)} == {
         jnp.dtype("float32"),
         jnp.dtype("int32"),
@@ -515,12 +570,6 @@ def test_float16_parameters_are_warned_about_and_seen_in_float32():
     new = optax.apply_updates(params, updates)
     assert new["enc"]["w"].dtype == jnp.float16
     assert float(updates["enc"]["w"][1]) == 0.0
-
-
-def test_gradients_of_float16_parameters_are_unscaled_in_float32():
-    grads = jscale.unscale(jnp.float16(1e-3), 2.0**15)
-    assert grads.dtype == jnp.float32
-    assert float(grads) == float(np.float32(np.float16(1e-3)) / np.float32(2**15))
 
 
 @pytest.mark.parametrize(
@@ -540,6 +589,13 @@ def test_gradients_that_do_not_match_raise_with_the_path(grads, message):
     tx = jscale.with_loss_scale(optax.sgd(0.1))
     with pytest.raises(ValueError, match=message):
         tx.update(grads, tx.init(params), params)
+
+
+def test_gradients_that_do_not_match_the_fast_parameters_of_lookahead_raise():
+    tx = jscale.with_loss_scale(optax.lookahead(optax.sgd(1.0), 2, 0.5))
+    params = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
+    with pytest.raises(ValueError, match="unexpected v; missing w"):
+        tx.update({"v": jnp.zeros(2)}, tx.init(params), params)
 
 
 # Transformations of JAX
@@ -622,3 +678,20 @@ def test_two_optimizers_adjust_one_scale_once():
     assert scales == [8.0, 16.0, 16.0]
     assert float(carry[2].loss_scale) == 8.0
     assert_same_bits(carry[:2], before[:2])
+
+
+def test_off_narrows_what_was_widened_beside_none_and_in_lookahead():
+    half = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}
+    wide = {"w": jnp.array([0.1, 3.0]), "b": None}
+    narrow = {"w": wide["w"].astype(jnp.bfloat16), "b": None}
+    plain = optax.sgd(0.1)
+    ahead = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+    synced = optax.LookaheadParams.init_synced({"w": half["w"]})
+    for inner, params, given, want in (
+        (plain, half, wide, narrow),
+        (ahead, synced, {"w": wide["w"]}, {"w": narrow["w"]}),
+    ):
+        tx = jscale.with_loss_scale(inner, jscale.off())
+        got, _ = tx.update(given, tx.init(params), params)
+        bare, _ = inner.update(want, inner.init(params), params)
+        assert_same_bits(got, bare)

@@ -1,6 +1,7 @@
 """The wrapper by itself: its decision, its record, its errors."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,15 @@ def test_a_start_far_too_high_settles_and_goes_on_after_a_restart():
     assert (int(state.applied_steps), int(state.skipped_steps)) == (2, 20)
 
 
+def test_gradients_that_are_zero_for_ever_bring_the_scale_to_its_maximum():
+    tx = jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic(4, growth_interval=1, max_scale=16))
+    state = tx.init(PARAMS)
+    for _ in range(5):
+        _, state = tx.update(grads(0.0), state, PARAMS)
+    seen = jscale.metrics(state)
+    assert (float(seen["grad_scale"]), float(seen["grad_norm"])) == (16, 0)
+
+
 def test_a_rule_of_ones_own_is_held_to_the_type_of_its_state():
     def rule(update):
         return jscale.ScaleRule(lambda: jscale.StaticState(jnp.float32(8)), update)
@@ -135,6 +145,45 @@ def test_a_rule_of_ones_own_is_held_to_the_type_of_its_state():
         tx = jscale.with_loss_scale(optax.sgd(1.0), rule(update))
         with pytest.raises(TypeError, match="must return a state like the one it was given"):
             tx.update(grads(1.0), tx.init(PARAMS), PARAMS)
+
+
+def test_a_rule_may_start_from_python_numbers():
+    class Counting(NamedTuple):
+        loss_scale: jax.Array
+        steps: jax.Array
+
+    rule = jscale.ScaleRule(lambda: Counting(8, 0), lambda s, o: s._replace(steps=s.steps + 1))
+    tx = jscale.with_loss_scale(optax.sgd(1.0), rule)
+    state = tx.init(PARAMS)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+    carry, _ = jax.lax.scan(
+        lambda s, _: (tx.update(grads(1.0), s, PARAMS)[1], None), state, length=3
+    )
+    assert int(carry.rule.steps) == 3
+
+
+def test_a_lost_loss_is_remembered_until_another_is_passed():
+    _, state = update(TX.init(PARAMS), 1.0, np.nan, True)
+    _, state = TX.update(grads(1.0), state, PARAMS)
+    assert not state.loss_finite
+    _, state = update(state, 1.0, 1.0, True)
+    assert state.loss_finite
+
+
+@pytest.mark.parametrize("loss", [2.0, jnp.float16(2), np.float64(2)])
+def test_a_rule_sees_the_loss_in_float32(loss):
+    seen = []
+    rule = jscale.ScaleRule(jscale.static(8).init, lambda s, o: seen.append(o.loss) or s)
+    tx = jscale.with_loss_scale(optax.sgd(1.0), rule)
+    tx.update(grads(1.0), tx.init(PARAMS), PARAMS, loss=loss)
+    assert float(seen[0]) == 2 and seen[0].dtype == jnp.float32
+
+
+def test_functions_among_the_updates_are_left_alone():
+    tree = {"w": jnp.ones(2), "act": jax.nn.relu}
+    tx = jscale.with_loss_scale(optax.identity())
+    updates, _ = tx.update(tree, tx.init(tree), tree)
+    assert updates["act"] is jax.nn.relu
 
 
 def test_a_rule_sees_loss_and_unscaled_gradients():
@@ -190,10 +239,19 @@ def test_a_state_can_be_made_for_abstract_parameters():
     assert state.inner.trace["w"].dtype == jnp.float32
 
 
+def test_functions_in_the_state_of_the_optimizer_are_left_alone():
+    shared = optax.GradientTransformation(
+        lambda params: [jax.nn.relu, jax.nn.relu], lambda g, s, p=None: (g, s)
+    )
+    assert jscale.with_loss_scale(shared).init(PARAMS).inner == [jax.nn.relu, jax.nn.relu]
+
+
 def test_a_rule_sees_the_loss_of_all_devices():
     rule = jscale.ScaleRule(
         lambda: jscale.StaticState(1024.0),
-        lambda s, o: s._replace(loss_scale=jnp.where(o.loss > 1, s.loss_scale / 2, s.loss_scale)),
+        lambda s, o: s._replace(
+            loss_scale=jnp.where(o.loss == 1.5, s.loss_scale / 2, s.loss_scale)
+        ),
     )
     tx = jscale.with_loss_scale(optax.sgd(1.0), rule, axis_name="d")
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -220,7 +278,7 @@ def growing_state():
     [
         (
             lambda: jscale.with_loss_scale(optax.sgd(1.0), 1024),
-            "rule must be a ScaleRule, got int",
+            "rule must be a ScaleRule, got 1024",
         ),
         (
             lambda: jscale.with_loss_scale(optax.sgd(1.0), jscale.dynamic),
@@ -248,6 +306,13 @@ def growing_state():
                 optax.sgd(1.0), jscale.ScaleRule(lambda: jnp.ones(()), lambda s, o: s)
             ),
             "init must return a NamedTuple of arrays with a field loss_scale, got float32",
+        ),
+        (
+            lambda: jscale.with_loss_scale(
+                optax.sgd(1.0),
+                jscale.ScaleRule(lambda: jscale.DynamicState(8.0, 0, 1, "never"), lambda s, o: s),
+            ),
+            "state must hold arrays and numbers only, got 'never'",
         ),
         (lambda: jscale.loss_scale(optax.sgd(1.0).init(PARAMS)), "no loss scale in this state"),
         (lambda: jscale.loss_scale([TX.init(PARAMS)] * 2), "more than one loss scale .* at 0, 1"),

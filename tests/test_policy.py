@@ -5,7 +5,7 @@ import pytest
 
 from jscale import Policy
 
-F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
+F16, BF16, F32, F64 = map(jnp.dtype, ("float16", "bfloat16", "float32", "float64"))
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,7 @@ F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32)
         ("half", (F16, F16, F16)),
         ("full", (F32, F32, F32)),
         ("bfloat16", (BF16, BF16, BF16)),
+        ("f64", (F64, F64, F64)),
     ],
 )
 def test_words_mean_what_they_mean_in_jmp(text, dtypes):
@@ -28,10 +29,16 @@ def test_words_mean_what_they_mean_in_jmp(text, dtypes):
     assert hash(Policy(str(policy))) == hash(policy)
 
 
+def test_half_is_bfloat16_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert Policy("half") == Policy("bf16")
+
+
 def test_dtypes_may_be_given_one_by_one_or_once():
     assert Policy(jnp.float32, "f16", np.float32) == Policy("p=f32,c=f16,o=f32")
     assert Policy(jnp.float16) == Policy("f16")
     assert Policy("f16").with_output_dtype("f32") == Policy("p=f16,c=f16,o=f32")
+    assert Policy("f64").with_output_dtype("f32") == Policy("p=f64,c=f64,o=f32")
 
 
 def test_only_real_floating_leaves_are_cast():
@@ -74,6 +81,7 @@ def test_each_cast_has_its_dtype():
         ("wo/kernel", {"block/wo/kernel"}),
         ("w", set()),
         ("block/kernel", set()),
+        ("kernel/wo", set()),
         ("*", {"block/norm1/scale", "block/norm2/scale", "block/wi/kernel", "block/wo/kernel"}),
     ],
 )
@@ -115,6 +123,8 @@ def test_casts_are_differentiable_and_gradients_come_back_in_the_old_dtype():
     [
         (("float17",), "floating-point dtypes, got 'float17'"),
         ((jnp.int8,), "floating-point dtypes"),
+        ((jnp.complex64,), "floating-point dtypes"),
+        ((16,), "floating-point dtypes, got 16"),
         ((None,), "floating-point dtypes, got None"),
         (("f32", "f16", "int8"), "floating-point dtypes, got 'int8'"),
         (("p=f32,x=f16",), "unknown key 'x'"),

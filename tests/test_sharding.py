@@ -218,6 +218,17 @@ def test_the_norm_of_sharded_gradients_is_the_norm_of_the_whole():
     assert_equal(state.inner[0].trace, params)
 
 
+def test_a_rule_sees_the_norm_of_the_whole():
+    by_norm = jscale.ScaleRule(
+        init=lambda: jscale.StaticState(jnp.ones(())),
+        update=lambda state, seen: jscale.StaticState(seen.grad_norm),
+    )
+    tx = jscale.with_loss_scale(optax.identity(), by_norm, axis_name=["data"])
+    run = lambda g: jscale.loss_scale(tx.update(g, tx.init(g))[1]).reshape(1)
+    fn = shard_map(run, make_mesh(4), (P("data"),), P("data"), True)
+    assert_equal(fn(jnp.array([1.0, -5.0, 3.0, 1.0])), jnp.full(4, 6.0))
+
+
 @pytest.mark.parametrize("spec", [P("data"), P()], ids=["sharded", "replicated"])
 @both_modes
 def test_a_rule_sees_the_largest_gradient_of_all_devices(spec, check_vma):
@@ -279,6 +290,15 @@ def test_a_veto_of_one_device_holds_on_all(check_vma):
 
 
 @both_modes
+@pytest.mark.parametrize("apply", [True, False])
+def test_a_veto_may_be_a_python_bool(apply, check_vma):
+    tx = optimizer(axis_name="data")
+    run = lambda g: tx.update(g, tx.init(g), apply=apply)[1].finite
+    fn = shard_map(run, make_mesh(4), (P(),), P(), check_vma)
+    assert bool(fn(jnp.ones(2))) is apply
+
+
+@both_modes
 def test_a_loss_that_is_nan_on_one_device_is_flagged_on_all(check_vma):
     tx = optimizer(axis_name="data")
 
@@ -313,3 +333,20 @@ def test_pmap():
         alone = optax.apply_updates(alone[0], updates), state
     assert_equal(spread, stack(alone))
     assert int(alone[1].skipped_steps) == 1
+
+
+@both_modes
+@pytest.mark.parametrize("bad", range(4))
+def test_amax_of_a_nan_on_any_device_is_inf(bad, check_vma):
+    amax = lambda g: jscale.Observation(False, grads=g, axis_name="data").amax
+    fn = shard_map(amax, make_mesh(4), (P("data"),), P(), check_vma)
+    assert_equal(fn(jnp.ones(4).at[bad].set(jnp.nan)), jnp.inf)
+
+
+@both_modes
+def test_as_large_a_gradient_fits_as_on_one_device(check_vma):
+    tx = optimizer(axis_name="data")
+    run = lambda g: tx.update(g, tx.init(g))[1].finite
+    fn = shard_map(run, make_mesh(4), (P(),), P(), check_vma)
+    assert bool(fn(jnp.array([0, 1.5e19])))
+    assert not bool(fn(jnp.array([0, 2e19])))
