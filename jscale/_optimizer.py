@@ -25,10 +25,14 @@ from ._tree import (
 )
 
 
+def _differentiated(params: PyTree) -> PyTree:
+    """Those of `params` that have gradients: the fast ones of optax.lookahead's two sets."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
 def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
     """Gradients in the dtype of their parameters, where that is the narrower one."""
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
+    params = _differentiated(params)
     if params is None or mismatch(grads, params, allow_none=True, shapes=False):
         return grads
     widened = lambda g, p: (
@@ -112,8 +116,7 @@ def _warn_about_half(params: PyTree) -> None:
 
 def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
     """Structures only: an `inner` may average the gradients of single examples itself."""
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
+    params = _differentiated(params)
     if params is None:
         return
     if difference := mismatch(grads, params, allow_none=True, shapes=False):

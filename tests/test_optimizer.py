@@ -1,6 +1,9 @@
 """The wrapper by itself: its decision, its record, its errors."""
 
 import functools
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -328,3 +331,14 @@ def test_a_mistake_is_one_clear_sentence(wrong, words):
     with pytest.raises((TypeError, ValueError), match=words) as error:
         wrong()
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_making_an_optimizer_starts_no_backend():
+    # jax.distributed.initialize must come before the first computation.
+    code = "import jscale, optax; jscale.with_loss_scale(optax.adam(1e-3))"
+    env = {**os.environ, "JAX_PLATFORMS": "a_platform_that_does_not_exist"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    computing = f"{code}; import jax; jax.numpy.ones(())"
+    assert subprocess.run(
+        [sys.executable, "-c", computing], env=env, capture_output=True
+    ).returncode
