@@ -8,9 +8,9 @@ by pair. Compile time is the first call.
 
 On 2 CPU cores, with jax 0.10 (in brackets the quartiles of the pairs):
 
-    step unscaled   5.83 ms
-    step jscale     x0.983 (x0.951 to x1.024)
-    first call      x1.23 of 0.29 s
+    step unscaled   5.91 ms
+    step jscale     x1.003 (x0.954 to x1.044)
+    first call      x1.24 of 0.28 s
 """
 
 import statistics
