@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from measured_step import make_step
 
 import jscale
 
@@ -110,30 +111,13 @@ def loss_fn(params, x, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def train_step(clip: bool, scaled: bool):
-    """The step, and the abstract state it starts from."""
+def measure(clip: bool, scaled: bool, gpu: str = "H200") -> dict[str, float]:
+    """Kernels, traffic in MB and temporary memory in MB of the compiled step."""
     tx = optax.adamw(1e-3)
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    if scaled:
-        tx = jscale.with_loss_scale(tx)
-
-    def step(params, state, x, labels):
-        value_and_grad = (
-            jscale.value_and_grad(loss_fn, jscale.loss_scale(state))
-            if scaled
-            else jax.value_and_grad(loss_fn)
-        )
-        loss, grads = value_and_grad(params, x, labels)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step, jax.eval_shape(tx.init, parameters())
-
-
-def measure(clip: bool, scaled: bool, gpu: str = "H200") -> dict[str, float]:
-    """Kernels, traffic in MB and temporary memory in MB of the compiled step."""
-    step, state = train_step(clip, scaled)
+    step, tx = make_step(loss_fn, tx, scaled)
+    state = jax.eval_shape(tx.init, parameters())
     data = (
         jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32),

@@ -19,8 +19,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-
-import jscale
+from measured_step import make_step
 
 WIDTH, BATCH, PAIRS = 512, 256, 200
 
@@ -32,31 +31,15 @@ def loss_fn(params, x, y):
     return jnp.mean(jnp.square(x.astype(jnp.float32) - y))
 
 
-def make_step(scaled: bool):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    if scaled:
-        tx = jscale.with_loss_scale(tx)
-
-    def step(params, state, x, y):
-        value_and_grad = (
-            jscale.value_and_grad(loss_fn, jscale.loss_scale(state))
-            if scaled
-            else jax.value_and_grad(loss_fn)
-        )
-        loss, grads = value_and_grad(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return jax.jit(step, donate_argnums=(0, 1)), tx
-
-
 def main():
     keys = jax.random.split(jax.random.key(0), 5)
     params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[:3]]
     x, y = (jax.random.normal(k, (BATCH, WIDTH)) for k in keys[3:])
     runs = []
     for scaled in (False, True):
-        step, tx = make_step(scaled)
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        step, tx = make_step(loss_fn, tx, scaled)
+        step = jax.jit(step, donate_argnums=(0, 1))
         own = jax.tree.map(jnp.copy, params)
         start = time.perf_counter()
         own, state, _ = jax.block_until_ready(step(own, tx.init(own), x, y))

@@ -38,7 +38,7 @@ def as_number(name: str, value: Any, remedy: str) -> float:
 
 
 def as_scale(name: str, value: Any) -> float:
-    """`value` as a legal scale: positive, finite and normal in float32."""
+    """`value` as a legal scale: positive, and normal in float32 together with its reciprocal."""
     remedy = "pass a positive number, best a power of two such as 2**16"
     scale = as_number(name, value, remedy)
     # XLA may multiply by 1 / scale (on CPUs it does, from jax 0.12), so that must be normal too.

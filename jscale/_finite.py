@@ -8,7 +8,6 @@ from jax import lax
 from ._arguments import AxisName, as_axes, as_flag
 from ._tree import (
     PyTree,
-    describe,
     inexact_leaves,
     mismatch,
     path_name,
@@ -85,6 +84,29 @@ def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
 
 
+def choose(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`select` for trees that are known to match."""
+
+    def pick(path, n, o):
+        if hasattr(n, "dtype") or hasattr(o, "dtype"):
+            kept = jnp.asarray(o)
+            if kept.dtype != getattr(o, "dtype", kept.dtype):
+                raise ValueError(
+                    f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
+                    "enable jax_enable_x64, or make it a narrower array."
+                )
+            n = jnp.asarray(n)
+            return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
+        if n is o or n == o:
+            return o
+        raise ValueError(
+            f"select can choose between arrays only, but at {path_name(path)} new has {n!r} "
+            f"and old {o!r}: make it an array, or leave it out."
+        )
+
+    return jax.tree.map_with_path(pick, new, old)
+
+
 def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the step was applied, else `old`, bit for bit, with the types of `old`.
 
@@ -118,21 +140,4 @@ def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
             f"select needs trees of one structure, but new is not like old: {difference}."
         )
 
-    def pick(path, n, o):
-        if hasattr(n, "dtype") or hasattr(o, "dtype"):
-            kept = jnp.asarray(o)
-            if kept.dtype != getattr(o, "dtype", kept.dtype):
-                raise ValueError(
-                    f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
-                    "enable jax_enable_x64, or make it a narrower array."
-                )
-            n = jnp.asarray(n)
-            return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
-        if n is o or n == o:
-            return o
-        raise ValueError(
-            f"select can choose between arrays only, but at {path_name(path)} new has "
-            f"{describe(n)} {n!r} and old {describe(o)} {o!r}: make it an array, or leave it out."
-        )
-
-    return jax.tree.map_with_path(pick, new, old)
+    return choose(finite, new, old)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
-from ._finite import everywhere, global_norm, select
+from ._finite import choose, everywhere, global_norm
 from ._rules import Observation, OffState, ScaleRule, dynamic
 from ._state import LossScaleState, find_all
 from ._tree import (
@@ -20,7 +20,6 @@ from ._tree import (
     map_inexact,
     mismatch,
     path_name,
-    same_structure,
     strong,
 )
 
@@ -94,7 +93,7 @@ def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> A
 
 
 def _check_rule_state(state: Any, expected: Any) -> None:
-    if not same_structure(state, expected):
+    if mismatch(state, expected, shapes=False):
         raise TypeError(
             f"the state holds a {describe(state)}, but this rule keeps a {describe(expected)}: "
             "go on with the rule that made the state, or put a state of this rule in its place, "
@@ -264,7 +263,7 @@ def with_loss_scale(
                     f"or a step could not be skipped: {difference}."
                 )
             updates = jax.tree.map(lambda u: _nothing(u, finite), updates)
-            inner_state = select(finite, inner_state, state.inner)
+            inner_state = choose(finite, inner_state, state.inner)
         # Added, not selected: XLA makes one kernel fewer of it.
         count = lambda flag, n: n + flag.astype(n.dtype)
         return updates, LossScaleState(

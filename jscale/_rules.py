@@ -14,8 +14,6 @@ from ._arguments import AxisName, as_axes, as_count, as_number, as_scale
 from ._finite import global_norm
 from ._tree import PyTree, at_least_f32, inexact_leaves
 
-_F32 = np.finfo(np.float32)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Which leaves a loss scale may touch, and how a leaf is named in a message."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +74,6 @@ def describe(x: Any) -> str:
 def listing(paths: list[str]) -> str:
     """The first few of `paths`, for a message."""
     return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-
-
-def same_structure(tree: PyTree, reference: PyTree) -> bool:
-    return operator.eq(jax.tree.structure(tree), jax.tree.structure(reference))
 
 
 def mismatch(

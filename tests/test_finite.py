@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bits
 from hypothesis import given, settings, strategies as st
 
 import jscale
@@ -18,10 +19,6 @@ OTHERS = [
     np.zeros((2,), jax.dtypes.float0),
     jnp.zeros((2,), jnp.int4),
 ]
-
-
-def bits(x):
-    return np.asarray(x).view(np.uint8)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -84,9 +81,7 @@ def test_select_keeps_every_bit_of_what_it_chooses(finite):
     }
     new = jax.tree.map(jnp.zeros_like, old)
     got = jscale.select(jnp.array(finite), new, old)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(new if finite else old), strict=True):
-        assert g.dtype == w.dtype
-        np.testing.assert_array_equal(bits(g), bits(w))
+    assert_same_bits(got, new if finite else old)
 
 
 def test_select_takes_typed_keys_and_static_leaves():

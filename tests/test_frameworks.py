@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from helpers import bits
 
 import jscale
 
@@ -33,17 +34,6 @@ def optimizer():
 
 def squared_error(prediction, y):
     return jnp.mean(jnp.square(prediction.astype(jnp.float32) - y))
-
-
-def raw(x):
-    """The bits of an array, out of reach of donation."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return str(x.dtype), x.shape, np.asarray(x).tobytes()
-
-
-def bits(tree):
-    return [raw(x) for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
 
 
 class Loop(NamedTuple):

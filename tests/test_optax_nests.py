@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bits, raw
 
 import jscale
 
@@ -15,21 +16,6 @@ import jscale
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 INF, NAN = jnp.inf, jnp.nan
-
-
-def raw(x):
-    """The bits of an array, so that -0.0 differs from 0.0 and NaN equals NaN."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return str(x.dtype), x.shape, np.asarray(x).tobytes()
-
-
-def assert_same_bits(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, g), w in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        assert raw(g) == raw(w), jax.tree_util.keystr(path)
 
 
 def make_params():
