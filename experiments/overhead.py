@@ -6,11 +6,12 @@ by pair. Compile time is the first call.
 
     python experiments/overhead.py          # 5 seconds on 2 cores (or: make bench)
 
-On 2 CPU cores, with jax 0.10 (in brackets the quartiles of the pairs):
+On 2 CPU cores, with jax 0.10 (in brackets the quartiles of the pairs; from run to run the median
+has been between x0.98 and x1.03):
 
-    step unscaled   5.91 ms
-    step jscale     x1.003 (x0.954 to x1.044)
-    first call      x1.24 of 0.28 s
+    step unscaled   6.30 ms
+    step jscale     x1.026 (x0.986 to x1.065)
+    first call      x1.14 of 0.30 s
 """
 
 import statistics
