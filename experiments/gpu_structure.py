@@ -20,12 +20,15 @@ Without clipping the added traffic is one read of the gradients, for their norm;
 is there already.
 """
 
+import collections
+import functools
 import importlib.util
 import math
 import os
 import pathlib
 import re
 import sys
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -39,7 +42,10 @@ from measured_step import make_step
 import jscale
 
 WIDTH, LAYERS, BATCH, LENGTH, HEADS, VOCABULARY = 768, 6, 8, 256, 12, 1024
-BYTES = dict(pred=1, s8=1, u8=1, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, f64=8)
+BYTES = dict(
+    pred=1, s8=1, u8=1, f16=2, bf16=2, s16=2, u16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8
+)
+KERNELS = ("fusion", "custom-call", "dot", "copy", "reduce", "conditional", "while")
 
 
 def plugin_library() -> pathlib.Path | None:
@@ -51,6 +57,7 @@ def plugin_library() -> pathlib.Path | None:
     return None
 
 
+@functools.cache
 def described_device(gpu: str):
     """A compile-only device. The descriptions of the common GPUs are text inside the plugin."""
     library = plugin_library()
@@ -111,8 +118,19 @@ def loss_fn(params, x, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def measure(clip: bool, scaled: bool, gpu: str = "H200") -> dict[str, float]:
-    """Kernels, traffic in MB and temporary memory in MB of the compiled step."""
+def figures(fun, *args, gpu: str = "H200", **options) -> dict[str, Any]:
+    """Kernels, traffic in MB, temporary memory in MB and products of `fun`, compiled for a GPU."""
+    sharding = SingleDeviceSharding(described_device(gpu))
+    placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    compiled = jax.jit(fun, **options).lower(*jax.tree.map(placed, args)).compile()
+    return {
+        **count(compiled.as_text()),
+        "temp": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+    }
+
+
+def measure(clip: bool, scaled: bool, gpu: str = "H200") -> dict[str, Any]:
+    """The figures of the compiled step."""
     tx = optax.adamw(1e-3)
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
@@ -122,34 +140,91 @@ def measure(clip: bool, scaled: bool, gpu: str = "H200") -> dict[str, float]:
         jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32),
     )
-    sharding = SingleDeviceSharding(described_device(gpu))
-    placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    args = jax.tree.map(placed, (parameters(), state, *data))
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
-    return {
-        **count(compiled.as_text()),
-        "temp": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-    }
+    return figures(step, parameters(), state, *data, gpu=gpu, donate_argnums=(0, 1))
 
 
-def count(program: str) -> dict[str, float]:
-    """Kernels of the entry computation, and the bytes they read and write, in MB."""
-    sizes: dict[str, int] = {}
-    kernels = traffic = 0
-    for line in program[program.index("\nENTRY") :].splitlines():
-        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:,|$)", line)
-        if not found:
-            continue
-        name, shapes, operation, operands = found.groups()
-        sizes[name] = sum(
+class Instruction(NamedTuple):
+    name: str
+    shapes: str
+    operation: str
+    operands: list[str]
+    attributes: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return sum(
             BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d)
-            for dtype, dims in re.findall(r"\b(pred|[sufb]+\d+)\[([\d,]*)\]", shapes)
+            for dtype, dims in re.findall(r"\b(pred|[sufb]+\d+)\[([\d,]*)\]", self.shapes)
         )
-        if operation in ("fusion", "custom-call", "dot", "copy", "reduce", "conditional", "while"):
-            kernels += 1
-            traffic += sizes[name]
-            traffic += sum(sizes.get(o, 0) for o in re.findall(r"%([\w.\-]+)", operands))
-    return {"kernels": kernels, "traffic": traffic / 1e6}
+
+    def attribute(self, pattern: str) -> str:
+        """What the group in `pattern` matches, or nothing."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+
+def parse(program: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation; the entry computation is called ENTRY."""
+    computations: dict[str, list[Instruction]] = {}
+    instruction = r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:,(.*)|$)"
+    for line in program.splitlines():
+        if header := re.match(r"(ENTRY |)%?([\w.\-]+) \(.*{$", line):
+            body = computations.setdefault(header[1].strip() or header[2], [])
+        elif found := re.match(instruction, line):
+            name, shapes, operation, operands, attributes = found.groups(default="")
+            operands = re.findall(r"%([\w.\-]+)", operands)
+            body.append(Instruction(name, shapes, operation, operands, attributes))
+    return computations
+
+
+def moved(kernel: list[Instruction], operands: list[Instruction], known) -> int:
+    """Bytes read and written. Of what is only sliced, or updated in place, that is the slice."""
+    total = kernel[-1].size + sum(x.size for x in operands)
+    whole = set()
+    for i in kernel:
+        if i.operation == "dynamic-slice":
+            total += i.size
+        elif i.operation == "dynamic-update-slice":
+            total += known[i.operands[1]].size - i.size
+        else:
+            continue
+        whole.add(i.operands[0])
+    return total - sum(known[x].size for x in whole)
+
+
+def count(program: str) -> dict[str, Any]:
+    """Kernels, the bytes they read and write, in MB, and products by the dtype of their operands.
+
+    What is in a loop counts as often as the loop runs.
+    """
+    computations = parse(program)
+    known = {i.name: i for body in computations.values() for i in body}
+    total: collections.Counter[str] = collections.Counter()
+
+    def visit(computation: str, times: int, in_kernel: bool) -> None:
+        for i in computations.get(computation, ()):
+            operation = i.operation.removesuffix("-start")
+            operands = [known[x] for x in i.operands]
+            trips = i.attribute(r'known_trip_count":{"n":"(\d+)"')
+            if operation == "while" and trips:
+                visit(i.attribute(r"body=%([\w.\-]+)"), times * int(trips), in_kernel)
+                continue
+            if operation == "dot" or "__cu" in i.attribute('custom_call_target="(.*?)"'):
+                dtypes = {x.shapes.lstrip("(").split("[")[0] for x in operands[:2]}
+                total["x".join(sorted(dtypes))] += times
+            kernel = [i]
+            if operation == "fusion":
+                called = i.attribute(r"calls=%([\w.\-]+)")
+                kernel = computations[called]
+                visit(called, times, True)
+            if operation in KERNELS and not in_kernel:
+                total["kernels"] += times
+                total["traffic"] += times * moved(kernel, operands, known)
+
+    visit("ENTRY", 1, False)
+    kernels, traffic = total.pop("kernels"), total.pop("traffic")
+    return {"kernels": kernels, "traffic": traffic / 1e6, "products": dict(total)}
 
 
 def main(gpu: str = "H200"):

@@ -1,5 +1,6 @@
 """Float16 training in JAX: loss scaling as an optax wrapper, and the parts it is made of."""
 
+from ._autocast import Explanation, Operation, autocast, explain
 from ._check import check
 from ._finite import all_finite, select
 from ._grad import grad, scale_loss, unscale, value_and_grad
@@ -22,15 +23,19 @@ __version__ = "0.1.0"
 # For `help(jscale)`, which shows the names of other modules only if they are listed.
 __all__ = [
     "DynamicState",
+    "Explanation",
     "LossScaleState",
     "Observation",
     "OffState",
+    "Operation",
     "Policy",
     "ScaleRule",
     "StaticState",
     "all_finite",
+    "autocast",
     "check",
     "dynamic",
+    "explain",
     "grad",
     "loss_scale",
     "metrics",

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._tree import PyTree, map_inexact, path_name
+from ._tree import PyTree, map_inexact, matches, path_name
 
 _NAMES = {
     "full": "float32",
@@ -126,12 +125,7 @@ class Policy:
 
     def _kept(self, path: Any) -> bool:
         parts = path_name(path).split("/")
-        for pattern in self.keep_f32:
-            wanted = pattern.split("/")
-            for start in range(len(parts) - len(wanted) + 1):
-                if all(map(fnmatchcase, parts[start:], wanted)):
-                    return True
-        return False
+        return any(matches(parts, pattern.split("/")) for pattern in self.keep_f32)
 
     def _cast(self, tree: PyTree, dtype: Any, keep: bool) -> PyTree:
         def cast(path, x):

@@ -1,7 +1,8 @@
 """Which leaves a loss scale may touch, and how a leaf is named in a message."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -41,6 +42,17 @@ def strong(x: Any) -> Any:
 def path_name(path: Any) -> str:
     """A key path as people write it: `encoder/0/kernel`; the root is `<root>`."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
+
+
+def path_parts(path: Any) -> tuple[str, ...]:
+    """The components of a key path; none for the root."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a run of path components matches a pattern, component by component, `*` and all."""
+    starts = range(len(parts) - len(pattern) + 1)
+    return any(all(map(fnmatchcase, parts[start:], pattern)) for start in starts)
 
 
 def _is_gradient(path: Any, x: Any) -> bool:

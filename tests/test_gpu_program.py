@@ -1,7 +1,9 @@
-"""What the compiled program for an H200 pays for loss scaling. Needs no GPU."""
+"""What the compiled programs for an H200 pay for loss scaling and for autocast. Needs no GPU."""
 
+import autocast_memory
 import gpu_structure
 import jax
+import jax.numpy as jnp
 import pytest
 
 pytestmark = pytest.mark.skipif(
@@ -17,3 +19,44 @@ def test_a_scaled_step_costs_next_to_nothing(standard_promotion, clip, kernels, 
     assert scaled["kernels"] - base["kernels"] <= kernels
     assert scaled["traffic"] <= traffic * base["traffic"]
     assert scaled["temp"] <= base["temp"] + 0.01  # MB: room for the scalars of the state
+
+
+# Shares of what all float16 by hand takes, rounded up to the next hundredth.
+@pytest.mark.parametrize(
+    "model, memory, kernels",
+    [
+        ("transformer", 0.47, 1.17),
+        ("transformer-scan", 0.40, 0.72),
+        ("resnet", 1.02, 1.30),
+        ("lstm", 1.07, 0.80),
+        ("unet", 0.51, 1.28),
+    ],
+)
+def test_autocast_costs_little_beside_all_float16(standard_promotion, model, memory, kernels):
+    by_hand = autocast_memory.measure(model, "all float16")
+    cast = autocast_memory.measure(model, "autocast")
+    assert cast["temp"] <= memory * by_hand["temp"]
+    assert cast["kernels"] <= kernels * by_hand["kernels"]
+    assert [*cast["products"]] == ["f16"]
+    assert cast["products"] == by_hand["products"]
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def unrolled(x, ws):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loop(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    x, w = (
+        jax.ShapeDtypeStruct((64, 256), jnp.float16),
+        jax.ShapeDtypeStruct((256, 256), jnp.float16),
+    )
+    apart = gpu_structure.figures(unrolled, x, [w] * 7)
+    ws = jax.ShapeDtypeStruct((7, 256, 256), jnp.float16)
+    together = gpu_structure.figures(loop, x, ws)
+    assert together["products"] == apart["products"] == {"f16": 7}
+    # Of the stacked matrices each turn reads its own, and XLA copies that out first.
+    assert apart["traffic"] < together["traffic"] < 1.5 * apart["traffic"]
