@@ -1,5 +1,7 @@
 """Float16 training in JAX: loss scaling as an optax wrapper, and the parts it is made of."""
 
+from . import interop as interop, presets as presets
+from ._amp import Amp, amp
 from ._autocast import Explanation, Operation, autocast, explain
 from ._check import check
 from ._finite import all_finite, select
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 
 # For `help(jscale)`, which shows the names of other modules only if they are listed.
 __all__ = [
+    "Amp",
     "DynamicState",
     "Explanation",
     "LossScaleState",
@@ -32,14 +35,17 @@ __all__ = [
     "ScaleRule",
     "StaticState",
     "all_finite",
+    "amp",
     "autocast",
     "check",
     "dynamic",
     "explain",
     "grad",
+    "interop",
     "loss_scale",
     "metrics",
     "off",
+    "presets",
     "scale_loss",
     "select",
     "static",

@@ -13,6 +13,10 @@ from ._tree import describe
 
 AxisName = str | Sequence[str] | None
 
+# What a scale may be: XLA may multiply by 1 / scale (on CPUs it does, from jax 0.12), so that must
+# be normal in float32 too.
+LOWEST, HIGHEST = 2.0**-126, 2.0**126
+
 
 def check_number(name: str, value: Any, remedy: str) -> None:
     """Raises unless `value` is a real scalar, of an integer or floating-point type."""
@@ -41,8 +45,7 @@ def as_scale(name: str, value: Any) -> float:
     """`value` as a legal scale: positive, and normal in float32 together with its reciprocal."""
     remedy = "pass a positive number, best a power of two such as 2**16"
     scale = as_number(name, value, remedy)
-    # XLA may multiply by 1 / scale (on CPUs it does, from jax 0.12), so that must be normal too.
-    if not 2.0**-126 <= scale <= 2.0**126:
+    if not LOWEST <= scale <= HIGHEST:
         raise ValueError(
             f"{name} must be positive, finite and from 2^-126 to 2^126, got {scale}: {remedy}."
         )

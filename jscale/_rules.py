@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._arguments import AxisName, as_axes, as_count, as_number, as_scale
+from ._arguments import HIGHEST, LOWEST, AxisName, as_axes, as_count, as_number, as_scale
 from ._finite import global_norm
 from ._tree import PyTree, at_least_f32, inexact_leaves
 
@@ -94,7 +95,8 @@ class DynamicState(NamedTuple):
 
     Attributes:
       loss_scale: f32[], the scale for the next backward pass.
-      growth_tracker: i32[], clean steps since the last growth or overflow.
+      growth_tracker: i32[], clean steps since the last growth or overflow; below 0 while they do
+        not count yet (`presets.deepspeed`).
       hysteresis_tracker: i32[], overflows that it still takes to lower the scale; 0 counts as 1.
       steps_at_min: i32[], for how many steps in a row the scale has come out at `min_scale`; an
         overflow with 2 or more is one that lowering the scale did not help.
@@ -108,6 +110,160 @@ class DynamicState(NamedTuple):
     growth_tracker: jax.Array
     hysteresis_tracker: jax.Array
     steps_at_min: jax.Array
+
+
+def as_growth(name: str, value: Any) -> float:
+    """A growth factor: above 1, and finite, as float32 has it (1 + 1e-9 is 1 there)."""
+    growth = as_number(name, value, "2 is usual")
+    with np.errstate(over="ignore"):
+        if not 1 < np.float32(growth) < math.inf:
+            raise ValueError(f"{name} must be finite and above 1, got {growth}: 2 is usual.")
+    return growth
+
+
+def _as_backoff(name: str, value: Any) -> float:
+    backoff = as_number(name, value, "0.5 is usual")
+    with np.errstate(under="ignore"):
+        if not 0 < np.float32(backoff) < 1:
+            raise ValueError(
+                f"{name} must lie strictly between 0 and 1, got {backoff}: 0.5 is usual."
+            )
+    return backoff
+
+
+def times(scale: jax.Array, factor: float) -> jax.Array:
+    """`scale * factor`, rounded once, for a factor that float32 need not hold."""
+    if float(np.float32(factor)) == factor:
+        return scale * np.float32(factor)
+    with jax.enable_x64(True):  # inside these three operations only: they get and return float32
+        product = lax.convert_element_type(scale, np.float64) * np.float64(factor)
+        return lax.convert_element_type(product, np.float32)
+
+
+class Ladder:
+    """How far a scale moves, and within which bounds.
+
+    Args:
+      wide: use the factors as float64 has them, and round their products once, to float32. By
+        default the factors are rounded to float32 first.
+      hold_at_min: a backoff to below `min_scale` does not happen; by default it ends there.
+      hold_at_max: a growth to above `max_scale` does not happen; by default it ends there.
+      names: what the caller's arguments are called, where not as here.
+    """
+
+    def __init__(
+        self,
+        init_scale: float,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        min_scale: float = LOWEST,
+        max_scale: float = HIGHEST,
+        wide: bool = False,
+        hold_at_min: bool = False,
+        hold_at_max: bool = False,
+        names: Mapping[str, str] = MappingProxyType({}),
+    ):
+        name = lambda key: names.get(key, key)
+        self.init_scale = as_scale(name("init_scale"), init_scale)
+        min_scale = as_scale(name("min_scale"), min_scale)
+        max_scale = as_scale(name("max_scale"), max_scale)
+        growth = as_growth(name("growth_factor"), growth_factor)
+        backoff = _as_backoff(name("backoff_factor"), backoff_factor)
+        if min_scale > max_scale:
+            raise ValueError(
+                f"{name('min_scale')} must not exceed {name('max_scale')}, "
+                f"got {min_scale} > {max_scale}: swap them."
+            )
+        if not min_scale <= self.init_scale <= max_scale:
+            bounds = f"[{name('min_scale')}, {name('max_scale')}] = [{min_scale}, {max_scale}]"
+            raise ValueError(
+                f"{name('init_scale')} must lie within {bounds}, got {self.init_scale}: "
+                "move it or widen the bounds."
+            )
+        self._growth = growth if wide else float(np.float32(growth))
+        self._backoff = backoff if wide else float(np.float32(backoff))
+        self._min, self._max = np.float32(min_scale), np.float32(max_scale)
+        self._hold_at_min, self._hold_at_max = hold_at_min, hold_at_max
+
+    def first(self) -> tuple[jax.Array, jax.Array]:
+        """The first scale, and for how many steps it has been at its minimum."""
+        scale = jnp.asarray(self.init_scale, jnp.float32)
+        return scale, self._at_min(scale).astype(jnp.int32)
+
+    def move(
+        self, scale: jax.Array, steps_at_min: jax.Array, grow: jax.Array, drop: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The next of both."""
+        up, down = times(scale, self._growth), times(scale, self._backoff)
+        if self._hold_at_max:
+            up = jnp.where(up > self._max, scale, up)
+        if self._hold_at_min:
+            down = jnp.where(down < self._min, scale, down)
+        # A run may be resumed with other bounds than its scale had kept.
+        scale = jnp.clip(jnp.where(grow, up, jnp.where(drop, down, scale)), self._min, self._max)
+        return scale, jnp.where(self._at_min(scale), steps_at_min + 1, 0)
+
+    def _at_min(self, scale: jax.Array) -> jax.Array:
+        """Whether a backoff would leave the scale where it is."""
+        if self._hold_at_min:
+            return times(scale, self._backoff) < self._min
+        return scale <= self._min
+
+
+def counting(
+    init_scale: float,
+    *,
+    growth_interval: int,
+    hysteresis: int = 1,
+    refill: Literal["growth", "clean", "drop"] = "growth",
+    uncounted: int = 0,
+    names: Mapping[str, str] = MappingProxyType({}),
+    **ladder: Any,
+) -> ScaleRule:
+    """`dynamic`, and what other systems' rules of its kind differ in.
+
+    Args:
+      uncounted: clean steps that do not count, at the start and after every overflow.
+      **ladder: see `Ladder`.
+    """
+    name = lambda key: names.get(key, key)
+    steps = Ladder(init_scale, names=names, **ladder)
+    growth_interval = as_count(name("growth_interval"), growth_interval)
+    hysteresis = as_count(name("hysteresis"), hysteresis)
+    if refill not in ("growth", "clean", "drop"):
+        raise ValueError(
+            f"refill must be 'growth', 'clean' or 'drop', got {refill!r}: see the docstring."
+        )
+
+    def init() -> DynamicState:
+        scale, steps_at_min = steps.first()
+        return DynamicState(
+            loss_scale=scale,
+            growth_tracker=jnp.asarray(-uncounted, jnp.int32),
+            hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
+            steps_at_min=steps_at_min,
+        )
+
+    def update(state: DynamicState, observation: Observation) -> DynamicState:
+        scale, clean_steps, credit, steps_at_min = state
+        finite = jnp.asarray(observation.finite, bool)
+        # >= and minimum: a run may be resumed with smaller settings than its counts had reached.
+        grow = finite & (clean_steps + 1 >= growth_interval)
+        left = jnp.maximum(jnp.minimum(credit, hysteresis) - 1, 0)
+        drop = ~finite & (left == 0)
+
+        scale, steps_at_min = steps.move(scale, steps_at_min, grow, drop)
+        restart = jnp.where(finite, 0, -uncounted)
+        refills = {"growth": grow, "clean": finite, "drop": finite | drop}[refill]
+        return DynamicState(
+            loss_scale=scale,
+            growth_tracker=jnp.where(finite & ~grow, clean_steps + 1, restart),
+            hysteresis_tracker=jnp.where(refills, hysteresis, jnp.where(finite, credit, left)),
+            steps_at_min=steps_at_min,
+        )
+
+    return ScaleRule(init, update)
 
 
 def dynamic(
@@ -159,63 +315,16 @@ def dynamic(
     8.0
     4.0
     """
-    init_scale = as_scale("init_scale", init_scale)
-    min_scale = as_scale("min_scale", min_scale)
-    max_scale = as_scale("max_scale", max_scale)
-    growth_interval = as_count("growth_interval", growth_interval)
-    hysteresis = as_count("hysteresis", hysteresis)
-    growth = as_number("growth_factor", growth_factor, "2 is usual")
-    backoff = as_number("backoff_factor", backoff_factor, "0.5 is usual")
-    # As float32 has them: 1 + 1e-9 is 1 there.
-    with np.errstate(over="ignore", under="ignore"):
-        growth_f32, backoff_f32 = np.float32(growth), np.float32(backoff)
-    if not 1 < growth_f32 < math.inf:
-        raise ValueError(f"growth_factor must be finite and above 1, got {growth}: 2 is usual.")
-    if not 0 < backoff_f32 < 1:
-        raise ValueError(
-            f"backoff_factor must lie strictly between 0 and 1, got {backoff}: 0.5 is usual."
-        )
-    if min_scale > max_scale:
-        raise ValueError(
-            f"min_scale must not exceed max_scale, got {min_scale} > {max_scale}: swap them."
-        )
-    if not min_scale <= init_scale <= max_scale:
-        raise ValueError(
-            f"init_scale must lie within [min_scale, max_scale] = [{min_scale}, {max_scale}], "
-            f"got {init_scale}: move it or widen the bounds."
-        )
-    if refill not in ("growth", "clean", "drop"):
-        raise ValueError(
-            f"refill must be 'growth', 'clean' or 'drop', got {refill!r}: see the docstring."
-        )
-
-    def init() -> DynamicState:
-        return DynamicState(
-            loss_scale=jnp.asarray(init_scale, jnp.float32),
-            growth_tracker=jnp.zeros((), jnp.int32),
-            hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
-            steps_at_min=jnp.asarray(init_scale <= min_scale, jnp.int32),
-        )
-
-    def update(state: DynamicState, observation: Observation) -> DynamicState:
-        scale, clean_steps, credit, steps_at_min = state
-        finite = jnp.asarray(observation.finite, bool)
-        # >= and minimum: a run may be resumed with smaller settings than its counts had reached.
-        grow = finite & (clean_steps + 1 >= growth_interval)
-        left = jnp.maximum(jnp.minimum(credit, hysteresis) - 1, 0)
-        drop = ~finite & (left == 0)
-
-        factor = jnp.where(grow, growth_f32, jnp.where(drop, backoff_f32, np.float32(1)))
-        scale = jnp.clip(scale * factor, np.float32(min_scale), np.float32(max_scale))
-        refills = {"growth": grow, "clean": finite, "drop": finite | drop}[refill]
-        return DynamicState(
-            loss_scale=scale,
-            growth_tracker=jnp.where(finite & ~grow, clean_steps + 1, 0),
-            hysteresis_tracker=jnp.where(refills, hysteresis, jnp.where(finite, credit, left)),
-            steps_at_min=jnp.where(scale <= np.float32(min_scale), steps_at_min + 1, 0),
-        )
-
-    return ScaleRule(init, update)
+    return counting(
+        init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+        refill=refill,
+    )
 
 
 class StaticState(NamedTuple):
