@@ -5,9 +5,11 @@ from ._amp import Amp, amp
 from ._autocast import Explanation, Operation, autocast, explain
 from ._check import check
 from ._finite import all_finite, select
+from ._forecast import Forecast
 from ._grad import grad, scale_loss, unscale, value_and_grad
 from ._optimizer import with_loss_scale
 from ._policy import Policy
+from ._predictive import Guard, HeadroomState, LogNormalState, headroom, log_normal
 from ._rules import (
     DynamicState,
     Observation,
@@ -19,14 +21,21 @@ from ._rules import (
     static,
 )
 from ._state import LossScaleState, loss_scale, metrics
+from ._suggest import Suggestion, suggest_scale
+from ._wrappers import AnticipateState, anticipate, hooked
 
 __version__ = "0.1.0"
 
 # For `help(jscale)`, which shows the names of other modules only if they are listed.
 __all__ = [
     "Amp",
+    "AnticipateState",
     "DynamicState",
     "Explanation",
+    "Forecast",
+    "Guard",
+    "HeadroomState",
+    "LogNormalState",
     "LossScaleState",
     "Observation",
     "OffState",
@@ -34,14 +43,19 @@ __all__ = [
     "Policy",
     "ScaleRule",
     "StaticState",
+    "Suggestion",
     "all_finite",
     "amp",
+    "anticipate",
     "autocast",
     "check",
     "dynamic",
     "explain",
     "grad",
+    "headroom",
+    "hooked",
     "interop",
+    "log_normal",
     "loss_scale",
     "metrics",
     "off",
@@ -49,6 +63,7 @@ __all__ = [
     "scale_loss",
     "select",
     "static",
+    "suggest_scale",
     "unscale",
     "value_and_grad",
     "with_loss_scale",

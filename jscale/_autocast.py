@@ -48,7 +48,9 @@ def autocast(
     cheap to compute again, and recomputes the rest: `jax.checkpoint` with a policy, in parts that
     begin where few bytes cross, such as the residual stream between two blocks. A transformer then
     takes half the memory that it takes in float16 throughout, at a tenth more traffic; nets of
-    convolutions or recurrent cells about as much (experiments/autocast_memory.py).
+    convolutions or recurrent cells about as much (experiments/autocast_memory.py). Where
+    max-pooling follows convolutions, `also="reduce_window_max"` saves more: a maximum commutes with
+    rounding.
     `recompute=False` leaves what is kept to you and to JAX; a
     `jax.checkpoint` of your own inside `fun` stands in any case.
 

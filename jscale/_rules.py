@@ -75,7 +75,8 @@ class ScaleRule(NamedTuple):
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> def update(state, observation):
-    ...     fits = jnp.exp2(jnp.floor(jnp.log2(65.5 / jnp.maximum(observation.amax, 1e-6))))
+    ...     room = jnp.floor(jnp.log2(65.5 / jnp.maximum(observation.amax, 1e-6)))
+    ...     fits = jnp.ldexp(jnp.float32(1), room.astype(int))  # exp2 is off by an ulp on CPUs
     ...     scale = jnp.where(observation.finite, fits, state.loss_scale / 2)
     ...     return state._replace(loss_scale=scale)
     >>> rule = jscale.ScaleRule(jscale.static(1024).init, update)
