@@ -42,7 +42,8 @@ def autocast(
     Loops, branches, jitted functions, checkpoints, `shard_map` and functions with their own
     derivatives are rewritten inside; Pallas kernels and foreign calls are not. Results have the
     dtypes that `fun` gives them. What `fun` changes in the variables of NNX modules among its
-    arguments, such as batch statistics, is changed.
+    arguments, such as batch statistics, is changed. As with `jax.jit`, pass modules as arguments
+    rather than close over them, and in Linen and Haiku wrap `apply`, not a module's method.
 
     Memory: for its backward pass a cast program keeps products, random masks and whatever is not
     cheap to compute again, and recomputes the rest: `jax.checkpoint` with a policy, in parts that
@@ -254,7 +255,7 @@ def _trace(
             raise ValueError(
                 "autocast writes back the variables that an NNX module has, but the function gave "
                 "it a new one, or changed another attribute: create them when the module is made, "
-                "or split and merge the module yourself."
+                "call train() or eval() before, or split and merge the module yourself."
             )
         after = nnx.to_flat_state(nnx.as_pure(nnx.state(copies)))
         new = [(path, x) for path, x in after if x is not before.get(path)]
