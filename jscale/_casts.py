@@ -402,16 +402,22 @@ class _Body:
         unrolled = name == scan_p.name and int(eqn.params["unroll"]) >= times
         loop = name == cond_p.name or (name == scan_p.name and not unrolled)
         operands = [self.read(x) for x in eqn.invars]
-        params, cast = dict(eqn.params), False
+        params, cast, narrow = dict(eqn.params), False, set()
         for key, i, jaxpr in subjaxprs(eqn.params):
-            known = [
-                Input() if at is None else self.known(operands[at])
-                for at in inputs_of(eqn, key, jaxpr)
-            ]
+            inputs = []
+            for x, at in zip(body(jaxpr).invars, inputs_of(eqn, key, jaxpr), strict=True):
+                known = Input() if at is None else self.known(operands[at])
+                # A slice of what a scan runs over has a single use, as a constant of it has not.
+                sliced = at is not None and shape(x) != shape(operands[at])
+                if not known.narrow or not (jitted or name == remat_p.name or sliced):
+                    known = known._replace(narrow=False)
+                else:
+                    narrow.add(at)
+                inputs.append(known)
             result = self.program.rewrite(
                 jaxpr,
                 place=(*self.place, *scope(eqn), *([title(eqn)] if jitted else [])),
-                inputs=tuple(x if jitted else x._replace(narrow=False) for x in known),
+                inputs=tuple(inputs),
                 hand_out_narrow=jitted,
                 in_loop=self.in_loop or loop,
                 recompute=self.recompute and _CALLS[name],
@@ -426,13 +432,12 @@ class _Body:
             self.emit(eqn, [self.wide(x, [eqn]) for x in eqn.invars])
             return
         self.cast |= cast
-        if not jitted:
-            self.emit(eqn, [self.wide(x, [eqn]) for x in eqn.invars], params=params)
-            return
-        invars = [self.narrow[x] if self.stays_narrow(x) else self.wide(x, [eqn]) for x in operands]
+        invars = [
+            self.narrow[x] if i in narrow else self.wide(x, [eqn]) for i, x in enumerate(operands)
+        ]
         outvars = list(eqn.outvars)
-        for j, (x, narrow) in enumerate(zip(eqn.outvars, result.narrow, strict=True)):
-            if narrow:
+        for j, (x, comes_narrow) in enumerate(zip(eqn.outvars, result.narrow, strict=True)):
+            if comes_narrow:
                 outvars[j] = self.narrow[x] = var(x, self.dtype)
                 self.waiting[x] = convert(outvars[j], x, eqn)
         self.emit(eqn, invars, outvars=outvars, params=params)

@@ -1584,3 +1584,20 @@ def test_explain_runs_nothing_and_warns_of_nothing():
     shape = jax.ShapeDtypeStruct((4, 4), F32)
     with contextlib.suppress(TypeError):  # shapes will do, if they are taken at all
         assert found(explain(fun)(shape))["product"].count == 1
+
+
+@pytest.mark.parametrize("name", ["scan", "checkpoint"])
+def test_a_product_goes_into_a_loop_or_a_checkpoint_as_it_is(name):
+    def scan(x, w, u):
+        return lax.scan(lambda h, z: (jnp.tanh(z + h @ u), None), x[0], x @ w)[0]
+
+    def checkpoint(x, w, u):
+        return jax.checkpoint(lambda h: jnp.tanh(h) @ u)(x @ w)
+
+    fun = {"scan": scan, "checkpoint": checkpoint}[name]
+    x = jnp.stack([X, -X])
+    eqns = jax.make_jaxpr(autocast(fun, recompute=False))(x, W, V).jaxpr.eqns
+    (inner,) = [e for e in eqns if e.primitive.name in ("scan", "remat2")]
+    assert "float16" in {str(v.aval.dtype) for v in inner.invars}
+    cast, plain = (jax.grad(total(f), (0, 1, 2))(x, W, V) for f in (autocast(fun), fun))
+    assert_close(cast, plain)
