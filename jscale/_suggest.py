@@ -157,7 +157,7 @@ def suggest_scale(
         top = exponent = found
     seen = [at(top, batch) for batch in batches]
     amax = float(max(amax for _, _, amax, _ in seen))
-    counts = np.sum([counts for *_, counts in seen], axis=0, dtype=np.int64)
+    counts = np.asarray(np.sum([counts for *_, counts in seen], axis=0, dtype=np.int64))
     if amax == 0:
         raise ValueError(
             f"all gradients are zero, even at a scale of 2^{top}: "
