@@ -1,10 +1,16 @@
 """Tracing with autocast: a deep model takes less than twice the time, a scanned one as ever.
 
-    python experiments/autocast_tracing.py       # 40 s on one core of a CPU
+    python experiments/autocast_tracing.py       # 25 seconds
 
 Times to trace `jax.value_and_grad` of a transformer, best of three, and their ratio to the time
 without autocast. Layers that are alike share the checkpoints that autocast makes, and JAX
 differentiates them once; that is why it can take less time with than without.
+
+                               without      with   ratio   recompute=False
+    unrolled, 48 layers         0.49 s    0.34 s    0.70              2.60
+    Linen, 48 layers            1.55 s    0.85 s    0.55              1.32
+    scanned, 6 layers           0.05 s    0.05 s    1.03              1.20
+    scanned, 48 layers          0.05 s    0.05 s    1.01              1.19
 """
 
 import dataclasses

@@ -59,8 +59,8 @@ EQUATIONS = {
     "while": (loop, ["cond_jaxpr", "body_jaxpr"]),
     "cond": (switch, ["branches"]),
     "remat2": (jax.checkpoint(jnp.sin), ["jaxpr"]),
-    "custom_jvp_call": (with_jvp, ["call_jaxpr"]),
-    "custom_vjp_call": (with_vjp, ["call_jaxpr"]),
+    "custom_jvp_call": (with_jvp, ["call_jaxpr", "num_consts", "jvp_jaxpr_fun"]),
+    "custom_vjp_call": (with_vjp, ["call_jaxpr", "num_consts", "fwd_jaxpr_thunk", "bwd"]),
 }
 
 
