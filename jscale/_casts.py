@@ -29,6 +29,7 @@ from ._jaxpr import (
     convert,
     dtype,
     function,
+    in_place_of,
     inputs_of,
     is_f32,
     is_product,
@@ -506,16 +507,14 @@ def _asked(option: str, patterns: Sequence[Path], matched: set[Path]) -> str:
     return f"{option}={'/'.join(next(p for p in patterns if p in matched))!r}"
 
 
-# Functions with rules of their own, as equations.
+# Products with float32 results.
 
 
 def _equation(fun: Any, invars: list[Any], eqn: JaxprEqn) -> JaxprEqn:
     """The single equation that `fun` is, with these operands and the results of `eqn`."""
     operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in invars]
     (new,) = body(jax.make_jaxpr(fun)(*operands)).eqns
-    return eqn.replace(
-        primitive=new.primitive, params=new.params, effects=new.effects, invars=invars
-    )
+    return in_place_of(eqn, new, invars=invars)
 
 
 def _with_f32_result(eqn: JaxprEqn) -> Any:

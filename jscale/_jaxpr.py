@@ -174,6 +174,12 @@ def source(eqn: JaxprEqn) -> str:
     return ""
 
 
+def in_place_of(eqn: JaxprEqn, example: JaxprEqn, **changes: Any) -> JaxprEqn:
+    """The operation of `example` at the place in the user's code of `eqn`."""
+    operation = dict(primitive=example.primitive, params=example.params, effects=example.effects)
+    return eqn.replace(**{**operation, **changes})
+
+
 @functools.cache
 def _empty() -> Any:
     return body(jax.make_jaxpr(lambda: [])())

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, jit_p
 from ._jaxpr import (
     below_common_scope,
     body,
+    in_place_of,
     is_inexact,
     is_key,
     is_product,
@@ -59,7 +60,6 @@ _TRIVIAL = frozenset(_MOVES.split()) | {"convert_element_type"}
 # is recomputed inside it. A user's own checkpoint stands.
 _ALONE = frozenset(["checkpoint", "cond", "remat", "remat2", "scan", "shard_map", "while"])
 
-
 # The name of random draws in a program, by which they are kept. Of a dropout mask these are
 # booleans; what it is drawn from would be four times as large, or drawn twice.
 _DRAW = "jscale.draw"
@@ -68,11 +68,9 @@ _DRAW = "jscale.draw"
 def _is_recomputed(name: str, params: dict[str, Any]) -> bool:
     if name == "name":
         return params["name"] != _DRAW
-    if name == custom_jvp_call_p.name:  # such as relu
-        eqns = body(params["call_jaxpr"]).eqns
-        return all(_is_recomputed(eqn.primitive.name, eqn.params) for eqn in eqns)
-    if name == jit_p.name:
-        return all(_is_recomputed(e.primitive.name, e.params) for e in body(params["jaxpr"]).eqns)
+    if name in (custom_jvp_call_p.name, jit_p.name):  # such as relu
+        inside = [eqn for _, _, jaxpr in subjaxprs(params) for eqn in body(jaxpr).eqns]
+        return all(_is_recomputed(eqn.primitive.name, eqn.params) for eqn in inside)
     return name in RECOMPUTED
 
 
@@ -191,16 +189,7 @@ def _with_named_draws(jaxpr: Any, look: _Look) -> Any:
                 eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn.replace(outvars=[drawn.get(x, x) for x in eqn.outvars]) if drawn else eqn)
         for x, unnamed in drawn.items():
-            example = _name_example()
-            eqns.append(
-                eqn.replace(
-                    primitive=example.primitive,
-                    params=example.params,
-                    invars=[unnamed],
-                    outvars=[x],
-                    effects=example.effects,
-                )
-            )
+            eqns.append(in_place_of(eqn, _name_example(), invars=[unnamed], outvars=[x]))
     return replace(jaxpr, eqns=eqns)
 
 
@@ -276,15 +265,9 @@ def _checkpoint(
     if key not in shared:
         changes = dict(invars=[*inputs], outvars=outvars, eqns=body)
         shared[key] = replace(example.params["jaxpr"], **changes)
-    inner = shared[key]
-    return eqns[0].replace(
-        primitive=example.primitive,
-        invars=[*inputs],
-        outvars=outvars,
-        params={**example.params, "jaxpr": inner},
-        effects=example.effects,
-        source_info=source,
-    )
+    params = {**example.params, "jaxpr": shared[key]}
+    ends = dict(invars=[*inputs], outvars=outvars)
+    return in_place_of(eqns[0], example, params=params, source_info=source, **ends)
 
 
 def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
