@@ -1,8 +1,9 @@
 """Checks of arguments: the value as it is used, or an error in one sentence."""
 
+import difflib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +53,18 @@ def as_scale(name: str, value: Any) -> float:
     return scale
 
 
+def scale_array(name: str, value: Any, remedy: str, *, layered: bool = False) -> jax.Array:
+    """A scale as strong-typed f32[], or f32[n] if `layered`; one on the host is checked."""
+    if layered and np.ndim(value) == 1:
+        if not isinstance(value, jax.Array):
+            value = np.array([as_scale(name, x) for x in value], np.float32)
+    else:
+        check_number(name, value, remedy)
+        if not isinstance(value, jax.Array):
+            as_scale(name, value)
+    return jnp.asarray(value, jnp.float32)
+
+
 def as_count(name: str, value: Any) -> int:
     count = as_number(name, value, "pass a whole number of at least 1")
     if not 1 <= count < 2**31 or count != int(count):
@@ -59,6 +72,54 @@ def as_count(name: str, value: Any) -> int:
             f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r}: it counts steps."
         )
     return int(count)
+
+
+def as_power_of_two(name: str, value: Any) -> int:
+    """The exponent of a scale that is a power of two."""
+    mantissa, exponent = math.frexp(as_scale(name, value))
+    if mantissa != 0.5:
+        raise ValueError(
+            f"{name} must be a power of two, got {value}: "
+            f"this rule moves in powers of two, and 2**{exponent - 1} is the next below."
+        )
+    return exponent - 1
+
+
+def check_bounds(first: tuple[str, Any], low: tuple[str, Any], high: tuple[str, Any]) -> None:
+    """Raises unless the first scale lies between the other two. Each has a name and a value."""
+    if low[1] > high[1]:
+        raise ValueError(
+            f"{low[0]} must not exceed {high[0]}, got {low[1]} > {high[1]}: swap them."
+        )
+    if first[1] < low[1]:
+        raise ValueError(
+            f"{first[0]} must be at least {low[1]} ({low[0]}), got {first[1]}: raise it."
+        )
+    if first[1] > high[1]:
+        raise ValueError(
+            f"{first[0]} must be at most {high[1]} ({high[0]}), got {first[1]}: lower it."
+        )
+
+
+def as_bits(value: Any, default: int) -> float:
+    """A distance from float16's limit."""
+    bits = as_number("bits", value, f"{default} is the default")
+    if not 0 <= bits <= 40:
+        raise ValueError(f"bits must be from 0 to 40, all that float16 has, got {bits}.")
+    return bits
+
+
+def as_switch(name: str, value: Any) -> bool:
+    """A setting that is on or off; a word such as "no" would be true."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {describe(value)}.")
+    return bool(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of `known` as the end of a message, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def check_real_scalar(name: str, x: Any, remedy: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._arguments import as_number
-from ._rules import Observation, dynamic
+from ._arguments import as_number, as_power_of_two, check_bounds
+from ._rules import Observation
 
 F16_LIMIT = math.log2(65504)
 
@@ -32,19 +32,10 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def bounds(init_scale: float, min_scale: float, max_scale: float) -> tuple[int, int, int]:
-    """The exponents of three powers of two."""
-    dynamic(init_scale, min_scale=min_scale, max_scale=max_scale)  # checks all but the following
-    exponents = []
+    """The exponents of three powers of two, of which the first lies between the others."""
     given = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
-    for name, value in given.items():
-        mantissa, exponent = math.frexp(value)
-        if mantissa != 0.5:
-            raise ValueError(
-                f"{name} must be a power of two, got {value}: "
-                f"this rule moves in powers of two, and 2**{exponent - 1} is the next below."
-            )
-        exponents.append(exponent - 1)
-    first, low, high = exponents
+    first, low, high = (as_power_of_two(name, value) for name, value in given.items())
+    check_bounds(*given.items())
     return first, low, high
 
 

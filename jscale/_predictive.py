@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._arguments import as_count, as_number
+from ._arguments import as_bits, as_count
 from ._forecast import (
     AMAX_MEMORY,
     AMAX_PRIOR,
@@ -135,10 +135,13 @@ def log_normal(
     been seen, only overflows move the scale. It rises by one doubling in a step at most, and by one
     in 16 steps while all gradients are zero, as they are after underflow.
 
-    In `experiments/scaler_shootout.py` it skips 5 to 20 times fewer steps than `dynamic` where
+    In `experiments/scaler_shootout.py` it skips 5 to 20 times fewer steps than torch's rule where
     gradients are steady, and leaves as many bits unused (up to 0.3 more); where they jump or surge,
-    it wins in both. If they come in two sizes, `headroom` leaves fewer bits unused. It costs a
-    maximum over the gradients in each step.
+    it wins in both. If they come in two sizes, `headroom` leaves fewer bits unused. With a
+    deviation of 0.5 it skips 0.003 % of the steps and leaves 2.25 bits unused on average over where
+    the mean of log2 lies between two powers of two; for single positions these go up to 0.0125 %
+    and 2.57 bits. Of the recorded runs it skips no step in the transformer's and 2 in the recurrent
+    net's, where torch's rule skips none. It costs a maximum over the gradients in each step.
 
     Args:
       init_scale: scale of the first step. This and the bounds are powers of two.
@@ -249,9 +252,7 @@ def headroom(
     >>> float(state.loss_scale * 3)
     12288.0
     """
-    bits = as_number("bits", bits, "1 is the default")
-    if not 0 <= bits <= 40:
-        raise ValueError(f"bits must be from 0 to 40, all that float16 has, got {bits}.")
+    bits = as_bits(bits, default=1)
     window = as_count("window", window)
     first, low, high = bounds(init_scale, min_scale, max_scale)
 

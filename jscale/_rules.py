@@ -11,9 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._arguments import HIGHEST, LOWEST, AxisName, as_axes, as_count, as_number, as_scale
+from ._arguments import (
+    HIGHEST,
+    LOWEST,
+    AxisName,
+    as_axes,
+    as_count,
+    as_number,
+    as_scale,
+    check_bounds,
+)
 from ._finite import global_norm
-from ._tree import PyTree, at_least_f32, inexact_leaves
+from ._tree import PyTree, at_least_f32, describe, inexact_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +100,15 @@ class ScaleRule(NamedTuple):
     update: Callable[[Any, Observation], Any]
 
 
+def as_rule(name: str, value: Any) -> ScaleRule:
+    if not isinstance(value, ScaleRule):
+        raise TypeError(
+            f"{name} must be a ScaleRule, got {describe(value)}: "
+            "use jscale.dynamic(), jscale.static(1024) or jscale.off()."
+        )
+    return value
+
+
 class DynamicState(NamedTuple):
     """State of `dynamic`.
 
@@ -124,7 +142,7 @@ def as_growth(name: str, value: Any) -> float:
 
 def _as_backoff(name: str, value: Any) -> float:
     backoff = as_number(name, value, "0.5 is usual")
-    with np.errstate(under="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         if not 0 < np.float32(backoff) < 1:
             raise ValueError(
                 f"{name} must lie strictly between 0 and 1, got {backoff}: 0.5 is usual."
@@ -171,17 +189,11 @@ class Ladder:
         max_scale = as_scale(name("max_scale"), max_scale)
         growth = as_growth(name("growth_factor"), growth_factor)
         backoff = _as_backoff(name("backoff_factor"), backoff_factor)
-        if min_scale > max_scale:
-            raise ValueError(
-                f"{name('min_scale')} must not exceed {name('max_scale')}, "
-                f"got {min_scale} > {max_scale}: swap them."
-            )
-        if not min_scale <= self.init_scale <= max_scale:
-            bounds = f"[{name('min_scale')}, {name('max_scale')}] = [{min_scale}, {max_scale}]"
-            raise ValueError(
-                f"{name('init_scale')} must lie within {bounds}, got {self.init_scale}: "
-                "move it or widen the bounds."
-            )
+        check_bounds(
+            (name("init_scale"), self.init_scale),
+            (name("min_scale"), min_scale),
+            (name("max_scale"), max_scale),
+        )
         self._growth = growth if wide else float(np.float32(growth))
         self._backoff = backoff if wide else float(np.float32(backoff))
         self._min, self._max = np.float32(min_scale), np.float32(max_scale)

@@ -1,12 +1,13 @@
 """Rules made of other rules."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ._arguments import HIGHEST, LOWEST, as_count
+from ._arguments import HIGHEST, LOWEST, as_count, as_power_of_two
 from ._forecast import (
     AMAX_MEMORY,
     AMAX_PRIOR,
@@ -14,7 +15,6 @@ from ._forecast import (
     LOSS_MEMORY,
     Forecast,
     best,
-    bounds,
     i32,
     look,
     no_forecast,
@@ -24,8 +24,8 @@ from ._forecast import (
     slopes,
     whole,
 )
-from ._rules import Observation, ScaleRule
-from ._tree import describe, mismatch, path_name
+from ._rules import Observation, OffState, ScaleRule, as_rule
+from ._tree import describe, mismatch, path_name, strong
 
 
 class AnticipateState(NamedTuple):
@@ -38,6 +38,7 @@ class AnticipateState(NamedTuple):
       loss: statistics of the loss.
       alarm: f32[], by how much the loss is forecast to rise within the horizon, in units of what
         noise explains; 0 if it does not rise. From 1 on it lowers the scale.
+      steps_at_min: i32[], that of the rule inside; 0 if it has none.
 
     >>> import jscale
     >>> float(jscale.anticipate(jscale.dynamic()).init().alarm)
@@ -49,6 +50,7 @@ class AnticipateState(NamedTuple):
     amax: Forecast
     loss: Forecast
     alarm: jax.Array
+    steps_at_min: jax.Array
 
 
 def anticipate(
@@ -101,19 +103,18 @@ def anticipate(
     ...         print(f"2^{jnp.log2(state.loss_scale):.0f}", end=" ")
     2^14 2^14 2^14 2^14 2^12
     """
-    if not isinstance(rule, ScaleRule):
-        raise TypeError(
-            f"rule must be a ScaleRule, got {describe(rule)}: pass e.g. jscale.dynamic()."
-        )
+    rule = as_rule("rule", rule)
     horizon = as_count("horizon", horizon)
     max_bits = as_count("max_bits", max_bits)
     z = quantile(overflow_rate)
-    _, low, _ = bounds(2.0**126, min_scale, 2.0**126)
+    low = as_power_of_two("min_scale", min_scale)
+    at_min = lambda state: jnp.array(getattr(state, "steps_at_min", 0), jnp.int32)
 
     def init() -> AnticipateState:
         state = rule.init()
         scale = jnp.array(state.loss_scale, jnp.float32)  # a copy, or it could not be donated
-        return AnticipateState(scale, state, no_forecast(), no_forecast(), jnp.float32(0))
+        none = no_forecast(), no_forecast(), jnp.float32(0)
+        return AnticipateState(scale, state, *none, at_min(state))
 
     def update(state: AnticipateState, observation: Observation) -> AnticipateState:
         finite, seen, x = look(observation)
@@ -141,7 +142,7 @@ def anticipate(
         scale = jnp.minimum(inside.loss_scale, power_of_two(jnp.clip(cap, low, 126)))
         scale = jnp.maximum(scale * power_of_two(-curved), lowest)
         scale = jnp.minimum(scale, jnp.where(finite, 2 * used, used))
-        return AnticipateState(scale, inside, amax, loss, alarm)
+        return AnticipateState(scale, inside, amax, loss, alarm, at_min(inside))
 
     return ScaleRule(init, update)
 
@@ -176,6 +177,9 @@ def hooked(rule: ScaleRule, fn: Callable[[Any, Any, Observation], Any]) -> Scale
     the model. A scale that it returns is used if it lies from 2^-126 to 2^126; for NaN, zero and
     what is beyond, that of `rule` is.
 
+    It first acts after the first step, so choose the first scale of `rule` accordingly. Under
+    `off()` nothing is decided, and `fn` is not called.
+
     Args:
       rule: any rule.
       fn: `fn(old_state, proposed_state, observation) -> state`, where `proposed_state` is what
@@ -188,14 +192,15 @@ def hooked(rule: ScaleRule, fn: Callable[[Any, Any, Observation], Any]) -> Scale
       TypeError: `rule` is no rule, or `fn` no function; when traced, `fn` returns a state of
         another structure, shape or dtype.
 
-    No more than 2^12 in the first 1000 steps, while the learning rate warms up:
+    No more than 2^12 in the first 1000 steps, while the learning rate warms up, with the default
+    rule inside `anticipate`, which counts the steps, as `log_normal` does:
 
     >>> import jax, jax.numpy as jnp, jscale
     >>> def clamp(old, proposed, observation):
     ...     low = jnp.minimum(proposed.loss_scale, 2.0**12)
     ...     warm = proposed.amax.noted >= 1000
     ...     return proposed._replace(loss_scale=jnp.where(warm, proposed.loss_scale, low))
-    >>> rule = jscale.hooked(jscale.log_normal(2**12), clamp)
+    >>> rule = jscale.hooked(jscale.anticipate(jscale.dynamic(2**12)), clamp)
 
     No growth while the loss curves upwards:
 
@@ -234,18 +239,17 @@ def hooked(rule: ScaleRule, fn: Callable[[Any, Any, Observation], Any]) -> Scale
     >>> one_overflow()
     loss scale 8 -> 4
     """
-    if not isinstance(rule, ScaleRule):
-        raise TypeError(
-            f"rule must be a ScaleRule, got {describe(rule)}: pass e.g. jscale.dynamic()."
-        )
+    rule = as_rule("rule", rule)
     if not callable(fn):
         raise TypeError(
             f"fn must be a function (old, proposed, observation) -> state, got {describe(fn)}."
         )
+    if isinstance(rule.init(), OffState):
+        return rule
 
     def update(state: Any, observation: Observation) -> Any:
         proposed = rule.update(state, observation)
-        new = _like(fn(state, proposed, observation), proposed)
+        new = _as_proposed(fn(state, proposed, observation), proposed)
         scale = new.loss_scale
         legal = (scale >= LOWEST) & (scale <= HIGHEST)
         return new._replace(loss_scale=jnp.where(legal, scale, proposed.loss_scale))
@@ -253,9 +257,13 @@ def hooked(rule: ScaleRule, fn: Callable[[Any, Any, Observation], Any]) -> Scale
     return ScaleRule(rule.init, update)
 
 
-def _like(new: Any, proposed: Any) -> Any:
+def _as_proposed(new: Any, proposed: Any) -> Any:
     """`new` with the dtypes of `proposed`, if that loses nothing."""
     remedy = "return the proposed state, or proposed._replace(...)"
+    if new is None:
+        raise TypeError(
+            "the function given to hooked returned None: end it with `return proposed`."
+        )
     if difference := mismatch(new, proposed):
         raise TypeError(
             f"the function given to hooked returned another state than it may: {difference}; "
@@ -273,3 +281,60 @@ def _like(new: Any, proposed: Any) -> Any:
         return jax.lax.convert_element_type(x, like.dtype)
 
     return jax.tree.map_with_path(one, new, proposed)
+
+
+def stacked(rule: ScaleRule, n: int) -> ScaleRule:
+    """One scale for each layer of a scanned stack, each with its own state of `rule`.
+
+    For a dict of rules: the leaves under its key have a leading axis of `n` layers, as
+    `jax.lax.scan` takes them. The scan runs from layer 0 to layer n - 1, so the backward pass comes
+    to the last layer first, and where a layer overflows, the rules of those below it hold their
+    state: their gradients come out of that overflow. The layers are one group of `with_loss_scale`,
+    so a step is applied to all of them or to none.
+
+        def body(x, layer):
+            params, scale = layer
+            return jscale.region(block, scale, scales["head"])(params, x), None
+
+        x, _ = jax.lax.scan(body, x, (params["layers"], scales["layers"]))
+
+    Let what passes from layer to layer be float32: between them its cotangents are at the scale
+    around the regions, whatever the layers do.
+
+    Args:
+      rule: any rule for a single scale.
+      n: the number of layers.
+
+    Returns:
+      A `ScaleRule` whose states are those of `rule` with a leading axis of n: `loss_scale` is
+      f32[n]. It takes `finite` as bool[n] or bool[], and gradients with a leading axis of n.
+
+    Raises:
+      TypeError, ValueError: `rule` is no rule for a single scale, or `n` no count.
+
+    >>> import jax.numpy as jnp, jscale
+    >>> rule = jscale.stacked(jscale.dynamic(8, growth_interval=1), 3)
+    >>> finite = jnp.array([True, False, True])
+    >>> print(rule.update(rule.init(), jscale.Observation(finite)).loss_scale)
+    [ 8.  4. 16.]
+    """
+    rule = as_rule("rule", rule)
+    n = as_count("n", n)
+    if jnp.ndim(rule.init().loss_scale):
+        raise ValueError("stacked takes a rule for a single scale, and was given one for several.")
+
+    def init() -> Any:
+        return jax.tree.map(lambda x: jnp.stack([strong(jnp.asarray(x))] * n), rule.init())
+
+    def update(state: Any, observation: Observation) -> Any:
+        finite = jnp.broadcast_to(jnp.asarray(observation.finite, bool), (n,))
+        one = lambda state, finite, grads: rule.update(
+            state, dataclasses.replace(observation, finite=finite, grads=grads)
+        )
+        new = jax.vmap(one)(state, finite, observation.grads)
+        layer = jnp.arange(n)
+        learns = layer >= jnp.max(jnp.where(finite, -1, layer))
+        hold = lambda new, old: jnp.where(learns.reshape((n,) + (1,) * (old.ndim - 1)), new, old)
+        return jax.tree.map(hold, new, state)
+
+    return ScaleRule(init, update)

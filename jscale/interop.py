@@ -6,16 +6,21 @@
 ...     "scale": 1024.0,
 ...     "growth_factor": 2.0,
 ...     "backoff_factor": 0.5,
-...     "growth_interval": 2000,
-...     "_growth_tracker": 1999,
+...     "growth_interval": 200,
+...     "_growth_tracker": 199,
 ... }
 >>> rule, rule_state = interop.load("torch", saved)
 >>> tx = jscale.with_loss_scale(optax.sgd(0.1), rule)
 >>> params = {"w": jnp.ones(2)}
 >>> opt_state = interop.put(tx.init(params), rule_state)
 >>> _, opt_state = tx.update({"w": jnp.ones(2)}, opt_state, params)
->>> float(jscale.loss_scale(opt_state)), interop.export("torch", opt_state)["_growth_tracker"]
-(2048.0, 0)
+>>> float(jscale.loss_scale(opt_state))
+2048.0
+
+And back: a state holds counters alone, so `export` is told the settings that are not the defaults.
+
+>>> interop.export("torch", opt_state, growth_interval=200)["_growth_tracker"]
+0
 
 Nothing here reads files. A pickle runs code while it is read, so use loaders that refuse to:
 `torch.load(path, weights_only=True)` for torch, apex, Megatron and DeepSpeed's `FP16_Optimizer`,
@@ -24,9 +29,8 @@ refuse: where the run still lives, `vars(optimizer.loss_scaler)` is a dict.
 """
 
 import dataclasses
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,10 +38,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import presets
-from ._arguments import as_number, as_scale
-from ._rules import DynamicState, ScaleRule
-from ._state import find_all, find_state
-from ._tree import PyTree, describe
+from ._arguments import as_number, as_scale, as_switch, did_you_mean
+from ._rules import DynamicState, OffState, ScaleRule
+from ._state import by_rule, find_all, find_state
+from ._tree import PyTree, describe, mismatch, path_parts
 
 __all__ = ["export", "load", "put"]
 
@@ -102,6 +106,11 @@ def _unwrap_apex(saved: Any) -> Any:
             f"this apex state has {len(scalers)} scalers, {', '.join(scalers)}: pass one of them, "
             f"e.g. saved[{scalers[0]!r}]."
         )
+    if scalers and len(saved) > 1:
+        others = ", ".join(repr(key) for key in saved if key not in scalers)
+        raise ValueError(
+            f"this apex state has {others} beside {scalers[0]}: pass saved[{scalers[0]!r}]."
+        )
     return saved[scalers[0]] if scalers else saved
 
 
@@ -114,6 +123,11 @@ def _unwrap_deepspeed(saved: Any) -> Any:
 
 def _read_deepspeed(v: _Values) -> _Counts:
     # Its iterations are numbered through; a growth comes when a multiple of the window has passed.
+    if v["cur_iter"] < 0 or v["last_overflow_iter"] < -1:
+        raise ValueError(
+            "cur_iter must be at least 0, and last_overflow_iter at least -1, got "
+            f"{v['cur_iter']} and {v['last_overflow_iter']}: they number iterations."
+        )
     since = v["cur_iter"] - v["last_overflow_iter"] - 1
     return (since - 1) % v["scale_window"] if since > 0 else since - 1, v.get("cur_hysteresis")
 
@@ -149,10 +163,10 @@ _SYSTEMS = {
             "cur_hysteresis": max(credit, 1),
         },
         settings=("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"),
-        constants={"scale_factor": 2.0, "dynamic_loss_scale": True},
+        constants={"scale_factor": 2.0, "dynamic_loss_scale": True, "dynamic": True},
         optional=("cur_hysteresis", "min_scale", "delayed_shift", "consecutive_hysteresis")
-        + ("raise_error_at_min_scale", "scale_factor", "dynamic_loss_scale"),
-        ignored=("dtype", "dynamic", "overflow", "clip_grad", "optimizer_state_dict")
+        + ("raise_error_at_min_scale", "scale_factor", "dynamic_loss_scale", "dynamic"),
+        ignored=("dtype", "overflow", "clip_grad", "optimizer_state_dict", "fp32_groups")
         + ("fp32_groups_flat",),
         unwrap=_unwrap_deepspeed,
     ),
@@ -215,32 +229,37 @@ def _is_dict(x: Any) -> bool:
     return isinstance(x, Mapping) and all(isinstance(key, str) for key in x)
 
 
-def _like(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key)
+def _quoted(key: Any, known: Any) -> str:
+    return repr(str(key)) + did_you_mean(str(key), known)
 
 
-def _find(system: str) -> _System:
+def _find(system: Any) -> _System:
+    if not isinstance(system, str):
+        raise TypeError(
+            f"system must be a name such as 'torch', got {describe(system)}: it comes first, "
+            "the state second."
+        )
     if system not in _SYSTEMS:
-        names = ", ".join(_SYSTEMS)
-        raise ValueError(f"system must be one of {names}; got {_like(str(system), _SYSTEMS)}.")
+        raise ValueError(
+            f"system must be one of {', '.join(_SYSTEMS)}; got {_quoted(system, _SYSTEMS)}."
+        )
     return _SYSTEMS[system]
 
 
 def _settings(system: str, given: _Values) -> dict[str, Any]:
     """The preset's arguments but for the first scale: `given`, and else its defaults."""
     known = _find(system).defaults()
-    if unknown := [_like(key, known) for key in given if key not in known]:
+    if unknown := [_quoted(key, known) for key in given if key not in known]:
         raise TypeError(
             f"presets.{system} has no setting {', '.join(unknown)}: it has {', '.join(known)}."
         )
     return {**known, **given}
 
 
-def _fields(system: str, saved: Any) -> dict[str, Any]:
+def _taken(system: str, saved: Any) -> dict[str, Any]:
     """What a saved state says about the scale, by key: all that must be there, and no more."""
     this = _find(system)
-    saved = this.unwrap(saved)
+    whole, saved = saved, this.unwrap(saved)
     needed = {this.scale, *this.counters(), *this.settings, *this.constants} - set(this.optional)
     known = needed | set(this.optional)
     if isinstance(saved, Mapping):
@@ -253,15 +272,28 @@ def _fields(system: str, saved: Any) -> dict[str, Any]:
         found = {key: saved[key] for key in saved if key in known}
     else:
         unknown, found = [], {key: getattr(saved, key) for key in known if hasattr(saved, key)}
+    found = {key: _value(key, value) for key, value in found.items()}
+    for key, constant in this.constants.items():
+        if found.get(key, constant) != constant:
+            remedy = f"{system} has no other"
+            if constant is True:
+                remedy = f"use jscale.static({found.get(this.scale, '')})"
+            raise ValueError(f"{key} is {found[key]!r}, and must be {constant!r}: {remedy}.")
     missing = sorted(needed - set(found))
     if unknown or missing:
         said = [f"lacks {', '.join(map(repr, missing))}"] if missing else []
-        said += [f"has {', '.join(_like(str(key), known) for key in unknown)}"] if unknown else []
+        said += [f"has {', '.join(_quoted(key, known) for key in unknown)}"] if unknown else []
         what = "state" if isinstance(saved, Mapping) else f"state, a {type(saved).__name__},"
-        raise ValueError(
-            f"this {system} {what} {' and '.join(said)}: pass what the scaler's state_dict() or "
-            f"fields hold, that is {', '.join(sorted(known))}."
+        # Of a whole checkpoint, the part that looks like it.
+        inside = lambda x: isinstance(x, Mapping) and (needed <= set(x) or "loss_scaler0" in x)
+        parts = [k for k, x in whole.items() if inside(x)] if isinstance(whole, Mapping) else []
+        remedy = (
+            f"pass saved[{parts[0]!r}]"
+            if parts
+            else "pass what the scaler's state_dict() or fields hold, that is "
+            + ", ".join(sorted(known))
         )
+        raise ValueError(f"this {system} {what} {' and '.join(said)}: {remedy}.")
     return found
 
 
@@ -339,19 +371,15 @@ def load(system: str, saved: Any, **settings: Any) -> tuple[ScaleRule, DynamicSt
     """
     this = _find(system)
     _settings(system, settings)
-    values = {key: _value(key, value) for key, value in _fields(system, saved).items()}
+    values = _taken(system, saved)
     scale = as_scale(this.scale, values[this.scale])
-    for key, constant in this.constants.items():
-        if values.get(key, constant) != constant:
-            remedy = f"use jscale.static({scale})" if constant is True else f"{system} has no other"
-            raise ValueError(f"{key} is {values[key]!r}, and must be {constant!r}: {remedy}.")
     for key in this.counters():
         if key in values:
             values[key] = _whole(key, values[key])
     held = {k: v for k, v in this.defaults().items() if k in values and k != this.scale}
     for key, default in held.items():
-        if isinstance(default, bool) and not isinstance(values[key], bool):
-            raise TypeError(f"{key} must be True or False, got {values[key]!r}.")
+        if isinstance(default, bool):
+            as_switch(key, values[key])
     given = _settings(system, {**{key: values[key] for key in held}, **settings})
     rule = this.preset(**{this.start: scale}, **given)
     state = rule.init()
@@ -397,7 +425,14 @@ def export(system: str, state: PyTree, **settings: Any) -> dict[str, Any]:
     {'dynamic_scale': 8.0, 'step_counter': 0}
     """
     this = _find(system)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise TypeError("export reads the state, so it must be called outside jit and scan.")
     held = state._asdict() if isinstance(state, DynamicState) else find_state(state)[1]
+    if by_rule(held):
+        raise ValueError(
+            f"one scale at a time, and this state has several, {', '.join(map(repr, held))}: pass "
+            "the state of one rule, as in state.rule[key]."
+        )
     if set(held) != set(DynamicState._fields):
         raise TypeError(
             f"only the states of counting rules can be exported, such as jscale.dynamic's; "
@@ -418,15 +453,18 @@ def export(system: str, state: PyTree, **settings: Any) -> dict[str, Any]:
 def put(state: PyTree, rule_state: Any) -> PyTree:
     """`state` with `rule_state` in the place of its rule's state, and nothing else changed.
 
+    Only the scale and counters travel. The settings are those of the rule that the optimizer was
+    made with, so make it with the rule that `load` returned.
+
     Args:
       state: any nest with one `LossScaleState`, as for `loss_scale`.
-      rule_state: the state of a rule, such as `load` returns.
+      rule_state: the state of a rule, such as `load` returns; of several rules, the dict of theirs.
 
     Returns:
       A tree of the structure, shapes and dtypes of `state`.
 
     Raises:
-      ValueError: there is no loss scale in `state`, or more than one.
+      ValueError: there is no loss scale in `state`, or more than one; the scale cannot be one.
       TypeError: the rule in `state` keeps another kind of state.
 
     >>> import jax.numpy as jnp, jscale, optax
@@ -435,21 +473,42 @@ def put(state: PyTree, rule_state: Any) -> PyTree:
     >>> float(jscale.loss_scale(jscale.interop.put(state, jscale.dynamic(8).init())))
     8.0
     """
-    held = find_state(state)[1]
-    if set(held) != set(getattr(rule_state, "_fields", ())):
-        raise TypeError(
-            f"the rule in this state keeps {', '.join(held)}, not what a "
-            f"{type(rule_state).__name__} has: make the optimizer with the rule that load returned."
-        )
+    norm = find_state(state)[0]["grad_norm"]
     [(where, _)] = find_all(state)
+    new: dict[str, Any] = {
+        "/".join(path_parts(p)): x for p, x in jax.tree.leaves_with_path(rule_state)
+    }
+
+    def name_of(path: Any) -> str | None:
+        """What a leaf of the rule's state is called in `new`; None for all others."""
+        parts = path_parts(path[len(where) :])
+        if path[: len(where)] != where or parts[0] != "rule":
+            return None
+        names = ["/".join(parts[1:]), "/".join(parts[1:-1])]  # NNX's variables add a component
+        return next((name for name in names if name in new), names[0])
+
+    def like(name: str, x: Any) -> jax.ShapeDtypeStruct:
+        last = jnp.ndim(new[name]) if name in new else 0  # in front are the axes of a vmap
+        return jax.ShapeDtypeStruct(x.shape[x.ndim - last :], x.dtype)
+
+    named = ((name_of(path), x) for path, x in jax.tree.leaves_with_path(state))
+    held = {name: like(name, x) for name, x in named if name is not None}
+    difference = mismatch(new, held)
+    is_off = norm is None
+    if difference or is_off != isinstance(rule_state, OffState):
+        raise TypeError(
+            f"the rule in this state keeps another state than this {type(rule_state).__name__} "
+            f"({difference or 'their types differ'}): make the optimizer with the rule that load "
+            "returned."
+        )
+    for name, x in new.items():
+        if name.split("/")[-1] == "loss_scale":
+            for scale in np.ravel(x) if np.ndim(x) else [x]:
+                as_scale(name, scale)
 
     def leaf(path, x):
-        names = [jax.tree_util.keystr((key,), simple=True) for key in path[len(where) :]]
-        if path[: len(where)] != where or names[0] != "rule":
+        if (name := name_of(path)) is None or is_off:  # off() has a scale of 1, whatever is saved
             return x
-        value = rule_state
-        for name in names[1:]:  # past the fields there may be one more, an NNX variable's
-            value = getattr(value, name) if hasattr(value, "_fields") else value
-        return jnp.broadcast_to(jnp.array(value, x.dtype), x.shape)  # a copy: `state` is donated
+        return jnp.broadcast_to(jnp.array(new[name], x.dtype), x.shape)  # a copy: may be donated
 
     return jax.tree.map_with_path(leaf, state)

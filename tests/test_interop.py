@@ -275,6 +275,8 @@ NAN, INF = float("nan"), float("inf")
     "system, saved, words",
     [
         ("torhc", TORCH, "system must be one of torch, apex,"),
+        (TORCH, "torch", "system must be a name such as 'torch', got dict: it comes first"),
+        ([], TORCH, "system must be a name such as 'torch', got list"),
         ("torhc", TORCH, "got 'torhc' (did you mean 'torch'?)"),
         ("torch", {}, "this torch state is empty: its scaler was off, or constant."),
         ("torch", "scaler.pt", "this torch state, a str, lacks"),
@@ -305,14 +307,24 @@ NAN, INF = float("nan"), float("inf")
             "_growth_tracker = 2000 cannot be where growth_interval = 2000: pass the settings",
         ),
         ("megatron", MEGATRON | {"hysteresis_tracker": 3}, "where growth_interval = 1000, hyster"),
-        ("megatron", MEGATRON | {"scale": 0.5}, "initial_scale must lie within"),
+        ("megatron", MEGATRON | {"scale": 0.5}, "initial_scale must be at least 1.0"),
         ("deepspeed", DEEPSPEED | {"cur_iter": 2}, "cur_iter = 2, last_overflow_iter = 3"),
+        ("deepspeed", DEEPSPEED | {"cur_iter": -1}, "cur_iter must be at least 0, and last_overfl"),
+        ("deepspeed", DEEPSPEED | {"last_overflow_iter": -2}, "at least -1, got 9 and -2"),
         ("deepspeed", DEEPSPEED | {"cur_hysteresis": 0}, "cur_hysteresis = 0 cannot be"),
         ("deepspeed", DEEPSPEED | {"scale_factor": 3.0}, "scale_factor is 3.0, and must be 2.0"),
         (
             "deepspeed",
             DEEPSPEED | {"dynamic_loss_scale": False},
             "dynamic_loss_scale is False, and must be True: use jscale.static(8.0)",
+        ),
+        *(
+            (
+                "deepspeed",
+                {"cur_scale": 8.0, "cur_iter": 3, key: False},
+                f"{key} is False, and must",
+            )
+            for key in ("dynamic", "dynamic_loss_scale")
         ),
         (
             "deepspeed",
@@ -332,6 +344,17 @@ NAN, INF = float("nan"), float("inf")
             "apex",
             {"loss_scaler0": {}, "loss_scaler1": {}},
             "has 2 scalers, loss_scaler0, loss_scaler1: pass one of them",
+        ),
+        ("apex", {"loss_scaler0": {}, "epoch": 3}, "has 'epoch' beside loss_scaler0: pass saved["),
+        (
+            "apex",
+            {"model": {}, "amp": {"loss_scaler0": {}}},
+            "has 'model', 'amp': pass saved['amp']",
+        ),
+        (
+            "torch",
+            {"model": {}, "scaler": TORCH},
+            "'scaler' (did you mean 'scale'?): pass saved['scaler'].",
         ),
         ("apex", {"loss_scale": 2.0**30, "unskipped": 0}, "loss_scale is 1073741824.0, which"),
         ("jmp", jmp.NoOpLossScale(), "this jmp state, a NoOpLossScale, lacks 'counter'"),
@@ -397,6 +420,10 @@ def test_what_cannot_be_exported():
         interop.export("torch", two)
     with pytest.raises(ValueError, match="growth_tracker = -1"):
         interop.export("torch", presets.deepspeed().init())
+    with pytest.raises(TypeError, match="outside jit"):
+        jax.jit(lambda state: interop.export("torch", state))(state)
+    with pytest.raises(TypeError, match="system must be a name .*, got DynamicState"):
+        interop.export(state, "torch")
 
 
 def test_a_spent_hysteresis_is_one_overflow_from_a_drop_everywhere():
@@ -445,10 +472,42 @@ def test_put_refuses_what_does_not_fit():
     state = TX.init(PARAMS)
     with pytest.raises(ValueError, match="more than one loss scale"):
         interop.put([state, state], presets.torch().init())
-    with pytest.raises(TypeError, match="keeps loss_scale, growth_tracker, .*, not what a Fairseq"):
+    with pytest.raises(TypeError, match=r"than this FairseqState \(unexpected overflows_since"):
         interop.put(state, presets.fairseq().init())
-    with pytest.raises(TypeError, match="not what a dict has"):
+    with pytest.raises(TypeError, match=r"than this dict \(missing growth_tracker"):
         interop.put(state, {"loss_scale": 8.0})
+    wrong = presets.torch().init()
+    with pytest.raises(TypeError, match=r"at growth_tracker int32\[2\], expected int32\[\]"):
+        interop.put(state, wrong._replace(growth_tracker=jnp.zeros(2, jnp.int32)))
+    for scale in (0.0, NAN):
+        with pytest.raises(ValueError, match="loss_scale must be positive"):
+            interop.put(state, wrong._replace(loss_scale=jnp.float32(scale)))
+    inner = lambda rule: jscale.with_loss_scale(optax.sgd(1.0), jscale.anticipate(rule))
+    with pytest.raises(TypeError, match="unexpected rule/overflows_since_drop"):
+        fairseq = jscale.anticipate(presets.fairseq()).init()
+        interop.put(inner(presets.torch()).init(PARAMS), fairseq)
+
+
+def test_what_is_off_stays_off():
+    make = lambda rule: jscale.with_loss_scale(optax.sgd(1.0), rule).init(PARAMS)
+    off, static = jscale.off(), jscale.static(8)
+    for saved in (lambda x: x, flax.serialization.to_state_dict):
+        with pytest.raises(TypeError, match="their types differ"):
+            interop.put(saved(make(off)), static.init())
+        with pytest.raises(TypeError, match="their types differ"):
+            interop.put(saved(make(static)), off.init())
+    assert_same_bits(interop.put(make(off), off.init()), make(off))
+
+
+def test_several_rules_are_put_together_and_exported_one_by_one():
+    rules = {"w": jscale.dynamic(8.0), "": jscale.static(8.0)}
+    state = jscale.with_loss_scale(optax.sgd(1.0), rules).init({"w": jnp.ones(2), "v": jnp.ones(2)})
+    new = {"w": interop.load("torch", TORCH)[1], "": jscale.static(4).init()}
+    state = interop.put(state, new)
+    assert_same_bits(state.rule, new)
+    with pytest.raises(ValueError, match="several, '', 'w': pass the state of one rule"):
+        interop.export("torch", state)
+    assert interop.export("torch", state.rule["w"]) == TORCH
 
 
 class _Nested(NamedTuple):

@@ -467,7 +467,7 @@ def test_check_sees_a_scale_that_cannot_fall(rule):
         (lambda: jscale.log_normal(1000), "init_scale must be a power of two, got 1000"),
         (lambda: jscale.log_normal(min_scale=0.3), "min_scale must be a power of two, got 0.3"),
         (lambda: jscale.log_normal(2.0, max_scale=3), "max_scale must be a power of two, got 3"),
-        (lambda: jscale.log_normal(2.0, min_scale=4), "init_scale must lie within"),
+        (lambda: jscale.log_normal(2.0, min_scale=4), "init_scale must be at least 4"),
         (lambda: jscale.log_normal("big"), "init_scale must be a real number, got 'big'"),
         (lambda: jscale.log_normal(overflow_rate=0), "overflow_rate must be from 1e-9 to below"),
         (lambda: jscale.log_normal(overflow_rate=NAN), "overflow_rate must be from 1e-9"),

@@ -48,7 +48,7 @@ def test_a_python_number_is_taken_in_the_dtype_of_its_field():
 @pytest.mark.parametrize(
     "hook, words",
     [
-        (lambda old, new, _: None, "missing loss_scale, growth_tracker"),
+        (lambda old, new, _: None, "returned None: end it with `return proposed`."),
         (lambda old, new, _: new.loss_scale, "missing loss_scale"),
         (lambda old, new, _: tuple(new), "missing loss_scale"),
         (
@@ -70,7 +70,27 @@ def test_a_hook_that_returns_another_state_is_named_with_the_field(hook, words):
     rule = jscale.hooked(jscale.dynamic(16), hook)
     with pytest.raises(TypeError, match=re.escape(words)) as error:
         jax.jit(rule.update)(rule.init(), jscale.Observation(jnp.array(True)))
-    assert "proposed._replace(...)" in str(error.value)
+    assert "return proposed" in str(error.value) or "proposed._replace(...)" in str(error.value)
+
+
+def test_nothing_is_decided_under_off():
+    rule = jscale.hooked(jscale.off(), lambda old, new, _: new._replace(loss_scale=8.0))
+    tx = jscale.with_loss_scale(optax.sgd(1.0), rule)
+    state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[1]
+    assert isinstance(state.rule, jscale.OffState) and float(jscale.loss_scale(state)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [jscale.anticipate, lambda rule: jscale.hooked(rule, lambda o, n, _: n)]
+)
+def test_check_sees_that_the_rule_inside_is_at_its_minimum(wrap):
+    tx = jscale.with_loss_scale(optax.sgd(1.0), wrap(jscale.dynamic(8, min_scale=4)))
+    params, state = jnp.ones(()), tx.init(jnp.ones(()))
+    for _ in range(3):
+        state = tx.update(jnp.float32(jnp.inf), state, params)[1]
+    with pytest.raises(FloatingPointError, match="overflow with the loss scale at its minimum, 4"):
+        jscale.check(state)
+    jax.jit(lambda s: s, donate_argnums=0)(tx.init(params))  # no buffer twice
 
 
 def test_bad_arguments():
@@ -86,11 +106,14 @@ def test_the_examples_clamp_during_a_warm_up():
         warm = proposed.amax.noted >= 20
         return proposed._replace(loss_scale=jnp.where(warm, proposed.loss_scale, low))
 
-    rule = jscale.hooked(jscale.log_normal(2**12), clamp)
-    step = lambda state, _: ((new := rule.update(state, seen(True, w=1e-3))), new.loss_scale)
-    _, scales = jax.lax.scan(step, rule.init(), length=40)
-    assert set(scales[:19].tolist()) == {2.0**12}
-    assert scales[19:23].tolist() == [2.0**13, 2.0**14, 2.0**15, 2.0**16]
+    counted = jscale.anticipate(jscale.dynamic(2**12, growth_interval=5))
+    for inside in (jscale.log_normal(2**12), counted):
+        rule = jscale.hooked(inside, clamp)
+        step = lambda state, _: ((new := rule.update(state, seen(True, w=1e-3))), new.loss_scale)
+        _, scales = jax.lax.scan(step, rule.init(), length=40)
+        assert float(rule.init().loss_scale) == 2.0**12
+        assert set(scales[:19].tolist()) == {2.0**12}
+        assert scales[19:23].tolist() == [2.0**13, 2.0**14, 2.0**15, 2.0**16]
 
 
 def test_the_examples_no_growth_while_the_loss_curves_upwards():
