@@ -10,6 +10,7 @@ from ._grad import grad, scale_loss, unscale, value_and_grad
 from ._optimizer import with_loss_scale
 from ._policy import Policy
 from ._predictive import Guard, HeadroomState, LogNormalState, headroom, log_normal
+from ._region import region
 from ._rules import (
     DynamicState,
     Observation,
@@ -22,7 +23,7 @@ from ._rules import (
 )
 from ._state import LossScaleState, loss_scale, metrics
 from ._suggest import Suggestion, suggest_scale
-from ._wrappers import AnticipateState, anticipate, hooked
+from ._wrappers import AnticipateState, anticipate, hooked, stacked
 
 __version__ = "0.1.0"
 
@@ -60,8 +61,10 @@ __all__ = [
     "metrics",
     "off",
     "presets",
+    "region",
     "scale_loss",
     "select",
+    "stacked",
     "static",
     "suggest_scale",
     "unscale",

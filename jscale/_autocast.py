@@ -3,17 +3,16 @@
 import collections
 import dataclasses
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from ._casts import Call, Options, trace
+from ._calls import flat_call
+from ._casts import Options, trace
 from ._jaxpr import source, title
-from ._tree import describe, path_parts
+from ._tree import describe
 
 
 def autocast(
@@ -91,14 +90,14 @@ def autocast(
 
     @functools.wraps(fun)
     def wrapper(*args, **kwargs):
-        call, finish = _trace(fun, options, args, kwargs)
+        call = trace(flat_call(fun, args, kwargs, "autocast"), options)
         if call.unused:
             warnings.warn(
                 f"autocast: {', '.join(call.unused)} matched no operation, function, scope or "
                 "argument; jscale.explain shows what there is.",
                 stacklevel=2,
             )
-        return finish(call.evaluate())
+        return call.evaluate()
 
     wrapper.autocast_options = options  # type: ignore[attr-defined]
     return wrapper
@@ -178,7 +177,7 @@ def explain(
         fun = fun.__wrapped__  # type: ignore[attr-defined]
 
     def explained(*args, **kwargs):
-        call, _ = _trace(fun, options, args, kwargs)
+        call = trace(flat_call(fun, args, kwargs, "explain"), options)
         lines: dict[Any, collections.Counter[str]] = {}
         for eqn, dtype, reason, times, callers in call.result.notes:
             row = title(eqn), str(dtype), reason
@@ -222,53 +221,3 @@ def _options(compute_dtype: Any, recompute: Any = True, **patterns: str | Sequen
             )
         split[name] = tuple(tuple(pattern.strip("/").split("/")) for pattern in names)
     return Options(dtype, recompute=recompute, **split)
-
-
-def _trace(
-    fun: Callable[..., Any], options: Options, args: Any, kwargs: Any
-) -> tuple[Call, Callable[[Any], Any]]:
-    """The traced call, and what makes of its value the value of `fun`.
-
-    NNX modules are traced as their state. What `fun` changes in it is written back in the end.
-    """
-    nnx: Any = sys.modules.get("flax.nnx")
-    is_module = lambda x: nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
-    located, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_module)
-    names = [path_parts(path)[1:] for path, _ in located]
-    leaves = [x for _, x in located]
-    modules = [x for x in leaves if is_module(x)]
-    if not modules:
-        return trace(fun, options, args, kwargs), lambda out: out
-    module_names = [name for name, x in zip(names, leaves, strict=True) if is_module(x)]
-    graph, state = nnx.split(modules)
-    others = [None if is_module(x) else x for x in leaves]
-    changed: list[Any] = []  # paths in the state
-
-    def functional(state, others):
-        before = dict(nnx.to_flat_state(nnx.as_pure(state)))
-        copies = nnx.merge(graph, state)
-        rest = iter(copies)
-        given = [next(rest) if is_module(x) else y for x, y in zip(leaves, others, strict=True)]
-        args, kwargs = jax.tree.unflatten(tree, given)
-        out = fun(*args, **kwargs)
-        if nnx.graphdef(copies) != graph:
-            raise ValueError(
-                "autocast writes back the variables that an NNX module has, but the function gave "
-                "it a new one, or changed another attribute: create them when the module is made, "
-                "call train() or eval() before, or split and merge the module yourself."
-            )
-        after = nnx.to_flat_state(nnx.as_pure(nnx.state(copies)))
-        new = [(path, x) for path, x in after if x is not before.get(path)]
-        changed[:] = [path for path, _ in new]
-        return out, [x for _, x in new]
-
-    def finish(value):
-        out, new = value
-        nnx.update(modules, nnx.from_flat_state([*zip(changed, new, strict=True)]))
-        return out
-
-    def name(parts):  # of what `functional` is given, as `fun` is given it
-        argument, index, *rest = parts
-        return (*(module_names if argument == "0" else names)[int(index)], *rest)
-
-    return trace(functional, options, (state, others), {}, name=name), finish

@@ -24,6 +24,7 @@ from jax.extend.core.primitives import (
     while_p,
 )
 
+from ._calls import FlatCall, Path, flat_call
 from ._jaxpr import (
     body,
     convert,
@@ -43,7 +44,7 @@ from ._jaxpr import (
     var,
 )
 from ._recompute import keep_products
-from ._tree import matches, path_parts
+from ._tree import matches
 
 # The scope of everything that autocast has rewritten. An autocast around it leaves it alone.
 MARK = "jscale.autocast"
@@ -69,8 +70,6 @@ _CUSTOM = (custom_jvp_call_p.name, custom_vjp_call_p.name)
 # What jax.image.resize runs in. Its products interpolate, at HIGHEST precision; that may be the
 # session's, too.
 _RESIZE = "_resize"
-
-Path = tuple[str, ...]
 
 
 class Options(NamedTuple):
@@ -474,8 +473,8 @@ class _Body:
             return Program(options).rewrite(jaxpr, inputs=(*primals, *more), **where).jaxpr
 
         def backward(rule, *args):
-            unnamed = lambda path: None
-            return trace(rule, options, args, {}, where["place"], unnamed).evaluate()
+            call = flat_call(rule, args, {}, "autocast")
+            return trace(call, options, where["place"], named=False).evaluate()
 
         params["call_jaxpr"] = result.jaxpr
         for rule in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
@@ -542,61 +541,28 @@ def _with_f32_result(eqn: JaxprEqn) -> Any:
 class Call(NamedTuple):
     """A call of a function, traced and rewritten."""
 
-    inputs: list[jax.Array]
+    flat: FlatCall
     result: Result
-    rebuild: Callable[[list[jax.Array]], Any]  # what the function returned, from its arrays
     unused: tuple[str, ...]  # patterns that matched nothing
 
     def evaluate(self) -> Any:
         with jax.named_scope(MARK):
-            return self.rebuild(jaxpr_as_fun(self.result.jaxpr)(*self.inputs))
+            return self.flat.finish(jaxpr_as_fun(self.result.jaxpr)(*self.flat.arrays))
 
 
-def trace(
-    fun: Callable[..., Any],
-    options: Options,
-    args: Any,
-    kwargs: Any,
-    place: Path = (),
-    name: Callable[[Path], Path | None] = lambda path: path,
-) -> Call:
-    """`fun(*args, **kwargs)` with its products in the compute dtype.
+def trace(call: FlatCall, options: Options, place: Path = (), named: bool = True) -> Call:
+    """The call with its products in the compute dtype.
 
-    Traced are the JAX arrays among the arguments. Everything else (numbers, NumPy arrays,
-    functions, configuration) `fun` sees as it is.
+    Args:
+      named: whether arguments can be meant by patterns.
     """
-    leaves, tree = jax.tree.flatten_with_path((args, kwargs))
-    traced = jax.Array | jax.ShapeDtypeStruct  # these for `explain`
-    places = [i for i, (_, x) in enumerate(leaves) if isinstance(x, traced)]
-    returned: Any = None
-
-    def flat(*arrays):
-        nonlocal returned
-        given = [x for _, x in leaves]
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        args, kwargs = jax.tree.unflatten(tree, given)
-        out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        # What is not an array is handed through; holding arrays here would leak tracers.
-        returned = [None if isinstance(x, jax.Array) else (x,) for x in out], out_tree
-        return [x for x in out if isinstance(x, jax.Array)]
-
-    def rebuild(arrays):
-        others, out_tree = returned
-        arrays = iter(arrays)
-        return jax.tree.unflatten(out_tree, [x[0] if x else next(arrays) for x in others])
-
-    inputs = [leaves[i][1] for i in places]
-    jaxpr = jax.make_jaxpr(flat)(*inputs)
-    # The first component is 0 for args and 1 for kwargs.
-    paths = [path_parts(leaves[i][0])[1:] for i in places]
     program = Program(options)
     result = program.rewrite(
-        jaxpr,
+        jax.make_jaxpr(call.fun)(*call.arrays),
         place=place,
-        inputs=tuple(Input(name(path)) for path in paths),
+        inputs=tuple(Input(path if named else None) for path in call.paths),
         hand_out_narrow=False,
         in_loop=False,
         recompute=options.recompute,
     )
-    return Call(inputs, result, rebuild, program.unused())
+    return Call(call, result, program.unused())

@@ -1,11 +1,16 @@
 """Is a step's gradient finite, and what is kept when it is not."""
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from ._arguments import AxisName, as_axes, as_flag
+from ._groups import as_groups, owner_at
 from ._tree import (
     PyTree,
     inexact_leaves,
@@ -84,30 +89,32 @@ def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
 
 
+def _pick(finite: jax.Array, path: Any, n: Any, o: Any) -> Any:
+    if hasattr(n, "dtype") or hasattr(o, "dtype"):
+        kept = jnp.asarray(o)
+        if kept.dtype != getattr(o, "dtype", kept.dtype):
+            raise ValueError(
+                f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
+                "enable jax_enable_x64, or make it a narrower array."
+            )
+        n = jnp.asarray(n)
+        return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
+    if n is o or n == o:
+        return o
+    raise ValueError(
+        f"select can choose between arrays only, but at {path_name(path)} new has {n!r} "
+        f"and old {o!r}: make it an array, or leave it out."
+    )
+
+
 def choose(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`select` for trees that are known to match."""
-
-    def pick(path, n, o):
-        if hasattr(n, "dtype") or hasattr(o, "dtype"):
-            kept = jnp.asarray(o)
-            if kept.dtype != getattr(o, "dtype", kept.dtype):
-                raise ValueError(
-                    f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
-                    "enable jax_enable_x64, or make it a narrower array."
-                )
-            n = jnp.asarray(n)
-            return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
-        if n is o or n == o:
-            return o
-        raise ValueError(
-            f"select can choose between arrays only, but at {path_name(path)} new has {n!r} "
-            f"and old {o!r}: make it an array, or leave it out."
-        )
-
-    return jax.tree.map_with_path(pick, new, old)
+    return jax.tree.map_with_path(functools.partial(_pick, finite), new, old)
 
 
-def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def select(
+    finite: bool | jax.Array | Mapping[str, bool | jax.Array], new: PyTree, old: PyTree
+) -> PyTree:
     """`new` where the step was applied, else `old`, bit for bit, with the types of `old`.
 
     For whatever a step changes outside the optimizer: batch statistics, an average of the
@@ -116,7 +123,8 @@ def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
     the new state already.
 
     Args:
-      finite: bool[], usually `opt_state.finite` after the update.
+      finite: bool[], usually `opt_state.finite` after the update; or a dict of flags by prefixes of
+        paths, as `with_loss_scale(..., skip="own")` has, of which the longest decides.
       new: pytree as this step left it.
       old: pytree as it was before the step; same structure and shapes.
 
@@ -127,17 +135,23 @@ def select(finite: bool | jax.Array, new: PyTree, old: PyTree) -> PyTree:
     Raises:
       TypeError: `finite` is not a boolean.
       ValueError: the two trees differ in structure, in a shape, or in a leaf that is not an array;
-        or a 64-bit leaf would be narrowed, since JAX runs without x64.
+        or a 64-bit leaf would be narrowed, since JAX runs without x64; or a leaf is under no key.
 
     >>> import jax.numpy as jnp, jscale
     >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([jnp.nan, 1.0])}
     >>> jscale.select(jnp.array(False), new, old)
     {'mean': Array([0., 0.], dtype=float32)}
     """
-    finite = as_flag("finite", finite)
+    if not isinstance(finite, Mapping):
+        flag = as_flag("finite", finite)
+        flag_at = lambda path: flag
+    else:
+        groups = as_groups("finite", finite)
+        flags = {key: as_flag(f"finite[{key!r}]", x) for key, x in groups.items()}
+        flag_at = lambda path: flags[owner_at(path, flags)]
     if difference := mismatch(new, old):
         raise ValueError(
             f"select needs trees of one structure, but new is not like old: {difference}."
         )
-
-    return choose(finite, new, old)
+    pick = lambda path, n, o: _pick(flag_at(path), path, n, o)
+    return jax.tree.map_with_path(pick, new, old)

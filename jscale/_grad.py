@@ -1,22 +1,17 @@
 """Gradients of a scaled loss, handed out unscaled."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._arguments import as_scale, check_number, check_real_scalar
-from ._tree import PyTree, at_least_f32, describe, map_inexact
+from ._arguments import check_real_scalar, scale_array
+from ._groups import as_groups, map_groups, owners, root_of
+from ._tree import PyTree, at_least_f32, describe
 
-
-def _as_scale(loss_scale: Any) -> jax.Array:
-    """A strong-typed f32[]; what is on the host already is checked."""
-    check_number("loss_scale", loss_scale, "pass jscale.loss_scale(opt_state), or a number")
-    if not isinstance(loss_scale, jax.Array):
-        as_scale("loss_scale", loss_scale)
-    return jnp.asarray(loss_scale, jnp.float32)
+_REMEDY = "pass jscale.loss_scale(opt_state), or a number"
 
 
 def scale_loss(loss: float | jax.Array, loss_scale: jax.typing.ArrayLike) -> jax.Array:
@@ -43,39 +38,54 @@ def scale_loss(loss: float | jax.Array, loss_scale: jax.typing.ArrayLike) -> jax
     remedy = "cast it to float32" if hasattr(loss, "dtype") else "return the loss"
     check_real_scalar("the loss", loss, remedy)
     wide = at_least_f32(loss)
-    return wide * _as_scale(loss_scale).astype(wide.dtype)
+    return wide * scale_array("loss_scale", loss_scale, _REMEDY).astype(wide.dtype)
 
 
-def unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
+def unscale(
+    tree: PyTree, loss_scale: jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike]
+) -> PyTree:
     """Gradients divided by the scale that scaled the loss, in float32.
 
     Args:
       tree: pytree of gradients. Integers, booleans, float0, None, PRNG keys and Flax's fp8
         overwrite leaves pass through.
-      loss_scale: f32[] or a number: the scale that scaled, not the one adjusted after it.
+      loss_scale: f32[] or a number: the scale that scaled, not the one adjusted after it. Or a dict
+        of them, for backward passes written by hand, each at its own scale: every leaf is divided
+        by that of the longest key that its path begins with, which is f32[n] for a stack of n
+        layers. (What leaves a `region` is at the scale around it.)
 
     Returns:
       The same tree in float32 (complex64 for complex; float64 stays float64).
 
+    Raises:
+      TypeError, ValueError: a scale is invalid; a leaf is under no key, or a key over no leaf.
+
     >>> import jax.numpy as jnp, jscale
     >>> jscale.unscale({"n": jnp.int32(3), "w": jnp.float16([2048.0])}, 1024)
     {'n': Array(3, dtype=int32), 'w': Array([2.], dtype=float32)}
+    >>> grads = {"head": jnp.float32(8), "layers": jnp.float32([8, 8])}
+    >>> jscale.unscale(grads, {"head": 2, "layers": jnp.float32([4, 8])})
+    {'head': Array(4., dtype=float32), 'layers': Array([2., 1.], dtype=float32)}
     """
-    scale = _as_scale(loss_scale)
+    several = isinstance(loss_scale, Mapping)
+    given = as_groups("loss_scale", loss_scale) if several else {"": loss_scale}
+    name = (lambda key: f"loss_scale[{key!r}]") if several else (lambda key: "loss_scale")
+    scales = {key: scale_array(name(key), x, _REMEDY, layered=several) for key, x in given.items()}
 
-    def divide(_, x):
+    def divide(x, scale):
         x = at_least_f32(x)
         return x / scale.astype(x.dtype)
 
-    return map_inexact(divide, tree)
+    return map_groups(divide, tree, scales)
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    loss_scale: jax.typing.ArrayLike,
+    loss_scale: jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike],
     argnums: Any = 0,
     has_aux: bool = False,
     *,
+    root: str | None = None,
     transform: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the backward pass run at `loss_scale`.
@@ -93,11 +103,16 @@ def value_and_grad(
     make them varying first (`jax.lax.pcast(params, axis, to="varying")`) and average with
     `jax.lax.pmean` afterwards. That reads the same with and without check_vma.
 
+    With several scales, `fun` uses the others in a `region` each; the loss and what is in no region
+    is at that of `root`.
+
     Args:
       fun: function of parameters (and anything else) to a scalar loss, or to `(loss, aux)`.
-      loss_scale: f32[] or a number; usually `jscale.loss_scale(opt_state)`.
+      loss_scale: f32[] or a number; usually `jscale.loss_scale(opt_state)`. Or a dict from prefixes
+        of parameter paths to scales, if the optimizer has several.
       argnums: as in `jax.value_and_grad`, or what `transform` takes (`nnx.DiffState`, …).
       has_aux: whether `fun` returns `(loss, aux)`.
+      root: the key of the scale that the loss is multiplied with, if there are several.
       transform: what differentiates: `jax.value_and_grad`, `nnx.value_and_grad`,
         `eqx.filter_value_and_grad`, or a `functools.partial` of one with further options.
 
@@ -106,7 +121,8 @@ def value_and_grad(
       `((loss, aux), grads)`: loss and gradients unscaled, in float32 (complex64 for complex).
 
     Raises:
-      TypeError, ValueError: the loss is not a real floating-point scalar, or the scale is invalid.
+      TypeError, ValueError: the loss is not a real floating-point scalar, or the scale is invalid;
+        of several scales, a gradient is under no key, or a key over no gradient.
 
     >>> import jax.numpy as jnp, jscale
     >>> loss_fn = lambda w, x: jnp.sum(w * x)
@@ -120,7 +136,8 @@ def value_and_grad(
             f"fun must be a function that returns the loss, got {describe(fun)}: "
             "pass the function, not what it returned."
         )
-    scale = _as_scale(loss_scale)
+    name = "loss_scale" if root is None else f"loss_scale[{root!r}]"
+    scale = scale_array(name, root_of(loss_scale, root), _REMEDY)
 
     @functools.wraps(fun)
     def scaled(*args, **kwargs):
@@ -152,6 +169,8 @@ def value_and_grad(
                 f"transform must return value and gradient, as jax.value_and_grad: got {transform}."
             )
         (_, (loss, used, aux)), grads = result
+        if isinstance(loss_scale, Mapping):  # or only the optimizer would tell of a misspelt key
+            owners(grads, loss_scale)
         grads = unscale(grads, used)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
@@ -160,16 +179,17 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    loss_scale: jax.typing.ArrayLike,
+    loss_scale: jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike],
     argnums: Any = 0,
     has_aux: bool = False,
     *,
+    root: str | None = None,
     transform: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """`jax.grad` with the backward pass run at `loss_scale`; see `value_and_grad`.
 
     Args:
-      fun, loss_scale, argnums, has_aux: as for `value_and_grad`.
+      fun, loss_scale, argnums, has_aux, root: as for `value_and_grad`.
       transform: what differentiates; it returns value and gradient, as for `value_and_grad`.
 
     Returns:
@@ -180,7 +200,7 @@ def grad(
     >>> print(jscale.grad(lambda x: x**2, 1024)(3.0))
     6.0
     """
-    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, transform=transform)
+    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, root=root, transform=transform)
 
     @functools.wraps(fun)
     def wrapper(*args, **kwargs):

@@ -1,7 +1,10 @@
 """The optax wrapper: apply the step or skip it, then adjust the scale."""
 
+import functools
+import itertools
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,8 @@ import optax
 
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
 from ._finite import choose, everywhere, global_norm
-from ._rules import Observation, OffState, ScaleRule, dynamic
+from ._groups import as_groups, check_layers, owners, part
+from ._rules import Observation, OffState, ScaleRule, as_rule, dynamic
 from ._state import LossScaleState, find_all
 from ._tree import (
     PyTree,
@@ -42,6 +46,45 @@ def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
     )
     narrow = lambda g, p: g.astype(p.dtype) if widened(g, p) else g
     return jax.tree.map(narrow, grads, params, is_leaf=lambda x: x is None)
+
+
+def _as_rules(rule: Any) -> dict[str, ScaleRule]:
+    """Rules by the prefix of the paths that they govern; one alone governs all."""
+    several = isinstance(rule, Mapping)
+    rules = as_groups("rule", rule) if several else {"": dynamic() if rule is None else rule}
+    for key, one in rules.items():
+        name = f"rule[{key!r}]" if several else "rule"
+        as_rule(name, one)
+        if several and isinstance(one.init(), OffState):
+            raise ValueError(
+                f"{name} is off(), which skips nothing: use static(1) for a part without a scale, "
+                "or off() for all."
+            )
+    return rules
+
+
+def _apply_own(
+    tx: optax.GradientTransformationExtraArgs, rules: Mapping[str, ScaleRule]
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` for each group by itself, with a state by group."""
+
+    def only(key):
+        def mask(tree):
+            mine = [owner == key for owner in owners(tree, rules)]
+            return jax.tree.unflatten(jax.tree.structure(tree), mine)
+
+        return optax.masked(tx, mask)
+
+    parts = {key: only(key) for key in rules}
+
+    def update(updates, state, params=None, **extra_args):
+        new = {}
+        for key, one in parts.items():  # each passes on what is not its own
+            updates, new[key] = one.update(updates, state[key], params, **extra_args)
+        return updates, new
+
+    init = lambda params: {key: one.init(params) for key, one in parts.items()}
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _f32(tree: PyTree) -> PyTree:
@@ -80,6 +123,11 @@ def _first_rule_state(rule: ScaleRule) -> Any:
             f"a scale rule's state must hold arrays and numbers only, got {texts[0]!r}."
         )
     state = jax.tree.map(lambda x: strong(jnp.asarray(x)), state)
+    if state.loss_scale.ndim > 1:
+        raise TypeError(
+            f"a scale rule's loss_scale must be a scalar, or one for each layer of a stack, "
+            f"got {describe(state.loss_scale)}."
+        )
     return state._replace(loss_scale=jnp.asarray(state.loss_scale, jnp.float32))
 
 
@@ -93,11 +141,11 @@ def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> A
 
 
 def _check_rule_state(state: Any, expected: Any) -> None:
-    if mismatch(state, expected, shapes=False):
+    if difference := mismatch(state, expected):
         raise TypeError(
             f"the state holds a {describe(state)}, but this rule keeps a {describe(expected)}: "
             "go on with the rule that made the state, or put a state of this rule in its place, "
-            "e.g. state._replace(rule=rule.init())."
+            f"e.g. state._replace(rule=rule.init()). The difference: {difference}."
         )
 
 
@@ -137,9 +185,10 @@ def _check_updates(updates: PyTree, params: PyTree | None) -> None:
 
 def with_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    rule: ScaleRule | None = None,
+    rule: ScaleRule | Mapping[str, ScaleRule] | None = None,
     *,
     axis_name: AxisName = None,
+    skip: Literal["any", "own"] = "any",
 ) -> optax.GradientTransformationExtraArgs:
     """Skip the steps of `inner` whose gradients are not finite, and adjust the loss scale.
 
@@ -156,12 +205,21 @@ def with_loss_scale(
     skipped micro-batch is dropped and its window takes one more. (Around the wrapper, MultiSteps
     would keep the first inf in its sum for ever.)
 
+    A dict of rules has a scale for each `region` of the backward pass. Its keys are prefixes of
+    parameter paths, of which the longest wins; they come in the order of the backward pass, from
+    the loss on, as an overflow does. So when the gradients of one group overflow, the rules of the
+    groups after it, which may have received them, learn nothing from the step and hold their state.
+
     Args:
       inner: the optimizer.
-      rule: `dynamic` (the default), `static`, `off`, or any `ScaleRule`.
+      rule: `dynamic` (the default), `static`, `off`, or any `ScaleRule`; or a dict of them, in
+        which `stacked(rule, n)` has a scale for each layer of a scanned stack.
       axis_name: inside shard_map or pmap, the axis or axes over which all devices must decide
         alike. Not needed under jit, whatever the shardings. An `inner` that takes norms itself, as
         clipping does, sees one device's gradients there.
+      skip: with a dict of rules, whether `"any"` overflow drops the whole step, or each group drops
+        its `"own"`. Then each has a state of `inner` of its own, with its moments, schedules and
+        counts, and `inner` sees one group at a time: clipping is by the norm of the group.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `LossScaleState`. `update` takes
@@ -172,8 +230,9 @@ def with_loss_scale(
 
     Raises:
       TypeError: `inner`, `rule` or `axis_name` has the wrong type.
-      ValueError: from `init`, if `inner` has a loss scale already; from `update`, if the gradients
-        do not match the parameters.
+      ValueError: `skip` is neither; from `init`, if `inner` has a loss scale already; from
+        `update`, if the gradients do not match the parameters; from both, if a gradient is under no
+        key of a dict of rules, or a key over none.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.sgd(0.1), jscale.dynamic(8))
@@ -182,13 +241,19 @@ def with_loss_scale(
     >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
     >>> print(updates["w"], jscale.loss_scale(state), state.skipped_steps)
     [-0. -0.] 4.0 1
+
+    Two scales, of which one was too large:
+
+    >>> rules = {"text": jscale.dynamic(8), "vision": jscale.dynamic(8)}
+    >>> tx = jscale.with_loss_scale(optax.sgd(0.1), rules, skip="own")
+    >>> params = {"text": jnp.ones(2), "vision": jnp.ones(2)}
+    >>> grads = {"text": jnp.ones(2), "vision": jnp.full(2, jnp.inf)}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> print(updates, {key: float(x) for key, x in jscale.loss_scale(state).items()})
+    {'text': Array([-0.1, -0.1], dtype=float32), 'vision': Array([-0., -0.], dtype=float32)} \
+    {'text': 8.0, 'vision': 4.0}
     """
-    rule = dynamic() if rule is None else rule
-    if not isinstance(rule, ScaleRule):
-        raise TypeError(
-            f"rule must be a ScaleRule, got {describe(rule)}: "
-            "use jscale.dynamic(), jscale.static(1024) or jscale.off()."
-        )
+    rules = _as_rules(rule)
     if isinstance(inner, optax.MultiSteps):
         # with_extra_args_support would drop the extra arguments of what its own method returns.
         tx = optax.GradientTransformationExtraArgs(inner.init, inner.update)
@@ -199,14 +264,25 @@ def with_loss_scale(
             f"inner must be an optax.GradientTransformation, got {describe(inner)}: "
             "pass e.g. optax.adamw(3e-4)."
         )
+    if skip not in ("any", "own"):
+        raise ValueError(f"skip must be 'any' or 'own', got {skip!r}: see the docstring.")
+    several = isinstance(rule, Mapping)
+    by_group = several and skip == "own"
+    tx = _apply_own(tx, rules) if by_group else tx
 
+    # In the state, what there is for each rule is a dict only if there may be several.
+    pack = (lambda parts: parts) if several else (lambda parts: parts[""])
+    unpack = (lambda packed: packed) if several else (lambda packed: {"": packed})
     axes = as_axes(axis_name)
-    rule_type = jax.eval_shape(lambda: _first_rule_state(rule))
+    first = lambda: pack({key: _first_rule_state(one) for key, one in rules.items()})
+    rule_type = jax.eval_shape(first)
     is_off = isinstance(rule_type, OffState)
 
     def init(params: PyTree) -> LossScaleState:
         if not is_off:
             _warn_about_half(params)
+        if several:
+            owners(_differentiated(params), rules)
         inner_state = tx.init(params if is_off else _f32(params))
         if nested := find_all(inner_state):
             where = ", ".join(path_name(path) for path, _ in nested)
@@ -214,14 +290,16 @@ def with_loss_scale(
                 f"the wrapped optimizer has a loss scale already (in its state at {where}): "
                 "use with_loss_scale once, outermost."
             )
+        norm = lambda one: jnp.zeros(one.loss_scale.shape, jnp.float32)
+        new = lambda x: {key: jnp.array(x) for key in rules} if by_group else jnp.array(x)
         return LossScaleState(
-            rule=_first_rule_state(rule),
-            finite=jnp.array(True),
-            grad_norm=None if is_off else jnp.zeros((), jnp.float32),
+            rule=first(),
+            finite=new(True),
+            grad_norm=None if is_off else pack({k: norm(x) for k, x in unpack(rule_type).items()}),
             loss_finite=jnp.array(True),
-            applied_steps=jnp.zeros((), jnp.int32),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skips=jnp.zeros((), jnp.int32),
+            applied_steps=new(jnp.int32(0)),
+            skipped_steps=new(jnp.int32(0)),
+            consecutive_skips=new(jnp.int32(0)),
             inner=inner_state if is_off else _unshared(jax.tree.map(strong, inner_state), params),
         )
 
@@ -249,9 +327,18 @@ def with_loss_scale(
             _check_gradients(updates, params)
             grads, params = _f32(updates), _f32(params)
         # The norm comes first: a clip or an average would hide an overflow.
-        norm = None if is_off else global_norm(grads, axes)
-        grads_finite = jnp.array(True) if norm is None else jnp.isfinite(norm)
-        finite = grads_finite if allowed is None else grads_finite & allowed
+        owned = owners(grads, rules) if several else []
+        seen = {key: part(grads, owned, key) for key in rules} if several else {"": grads}
+        # In the order of the rules: a traced dict has its keys sorted.
+        norms = {key: _norm(seen[key], unpack(rule_type)[key], axes) for key in rules}
+        clean, learns = _verdicts(norms)
+        allow = lambda flag: flag if allowed is None else flag & allowed
+        each = {key: jnp.all(flag) for key, flag in clean.items()}
+        finite: Any  # for each group, or for all
+        if by_group:
+            finite = {key: allow(flag) for key, flag in each.items()}
+        else:
+            finite = allow(functools.reduce(jnp.logical_and, each.values()))
 
         updates, inner_state = tx.update(grads, state.inner, params, **extra_args)
         if not is_off:
@@ -262,19 +349,63 @@ def with_loss_scale(
                     "the wrapped optimizer must keep the structure of its state, "
                     f"or a step could not be skipped: {difference}."
                 )
-            updates = jax.tree.map(lambda u: _nothing(u, finite), updates)
-            inner_state = choose(finite, inner_state, state.inner)
+            flat, treedef = jax.tree.flatten(updates)
+            flags = (
+                map(finite.get, owners(updates, rules)) if by_group else itertools.repeat(finite)
+            )
+            updates = jax.tree.unflatten(treedef, map(_nothing, flat, flags))
+            inner_state = jax.tree.map(choose, finite, inner_state, state.inner)
+
+        new_rules = {}
+        for key, old in unpack(state.rule).items():
+            observation = Observation(clean[key], loss, seen[key], axes)
+            new = _next_rule_state(rules[key], old, observation)
+            new_rules[key] = choose(learns[key], new, old) if key in learns else new
         # Added, not selected: XLA makes one kernel fewer of it.
         count = lambda flag, n: n + flag.astype(n.dtype)
         return updates, LossScaleState(
-            rule=_next_rule_state(rule, state.rule, Observation(grads_finite, loss, grads, axes)),
+            rule=pack(new_rules),
             finite=finite,
-            grad_norm=norm,
+            grad_norm=None if is_off else pack(norms),
             loss_finite=loss_finite,
-            applied_steps=count(finite, state.applied_steps),
-            skipped_steps=count(~finite, state.skipped_steps),
-            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            applied_steps=jax.tree.map(count, finite, state.applied_steps),
+            skipped_steps=jax.tree.map(lambda f, n: count(~f, n), finite, state.skipped_steps),
+            consecutive_skips=jax.tree.map(
+                lambda f, n: jnp.where(f, 0, n + 1), finite, state.consecutive_skips
+            ),
             inner=inner_state,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _norm(grads: PyTree, rule_state: Any, axes: tuple[str, ...]) -> jax.Array | None:
+    """The norm of a group's gradients, or of each of its layers; None if nobody looks."""
+    if isinstance(rule_state, OffState):
+        return None
+    shape = rule_state.loss_scale.shape
+    if not shape:
+        return global_norm(grads, axes)
+    for path, x in jax.tree.leaves_with_path(grads):
+        check_layers(shape, path, x)
+    return jax.vmap(lambda one: global_norm(one, axes))(grads)
+
+
+def _verdicts(norms: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Whether each group is finite; and for those after the first, whether all before it are."""
+    clean: dict[str, jax.Array] = {}
+    learns: dict[str, jax.Array] = {}
+    if len(norms) == 1:
+        [(key, norm)] = norms.items()
+        clean[key] = jnp.array(True) if norm is None else jnp.isfinite(norm)
+        return clean, learns
+    sound, total = jnp.array(True), jnp.zeros((), jnp.float32)
+    for key, norm in norms.items():
+        finite = jnp.isfinite(norm)
+        # Norms may be finite one by one, and that of them all, which clipping takes, be not.
+        total += jnp.sum(jnp.where(finite, jnp.square(norm), 0))
+        if clean:
+            learns[key] = sound
+        clean[key] = finite & jnp.isfinite(total)
+        sound &= jnp.all(clean[key])
+    return clean, learns

@@ -1,9 +1,11 @@
 """What `with_loss_scale` records, and how it is found again in a larger state."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ._tree import PyTree, describe, path_name
 
@@ -11,12 +13,15 @@ from ._tree import PyTree, describe, path_name
 class LossScaleState(NamedTuple):
     """State of `with_loss_scale`. Every field describes the last update.
 
+    With several rules, `rule` and `grad_norm` are dicts from the rules' keys; with `skip="own"`, so
+    are `finite`, the three counts and `inner`.
+
     Attributes:
       rule: state of the scale rule; `rule.loss_scale` is the scale for the next step.
       finite: bool[], the flag that decided: the gradients and their norm were finite, on every
         device, and `apply` did not veto. Use it with `select`.
-      grad_norm: f32[], norm of the unscaled gradients before anything clipped them; inf or NaN
-        where they overflowed. None under `off`, which does not look.
+      grad_norm: f32[] (f32[n] under `stacked`), norm of the unscaled gradients before anything
+        clipped them; inf or NaN where they overflowed. None under `off`, which does not look.
       loss_finite: bool[], whether the last `loss=` passed to `update` was finite.
       applied_steps: i32[], steps applied so far (micro-batches, around `optax.MultiSteps`).
       skipped_steps: i32[], steps skipped so far.
@@ -29,12 +34,12 @@ class LossScaleState(NamedTuple):
     """
 
     rule: Any
-    finite: jax.Array
-    grad_norm: jax.Array | None
+    finite: Any
+    grad_norm: Any
     loss_finite: jax.Array
-    applied_steps: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
+    applied_steps: Any
+    skipped_steps: Any
+    consecutive_skips: Any
     inner: Any
 
 
@@ -51,10 +56,24 @@ def find_all(tree: PyTree) -> list[tuple[Any, Any]]:
     return [(path, x) for path, x in flat if _is_state(x)]
 
 
+def _as_dict(node: Any) -> Any:
+    """A node with its fields or keys, and what is in them, as dicts of plain arrays."""
+    node = node._asdict() if hasattr(node, "_asdict") else node
+    if isinstance(node, Mapping):
+        return {key: _as_dict(x) for key, x in node.items()}
+    # An NNX optimizer keeps each array in a Variable, a tree with one leaf.
+    return next(iter(jax.tree.leaves(node)), None)
+
+
+def by_rule(rule: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """The state of each of several rules, or None if it is that of a single one."""
+    return None if not isinstance(rule.get("loss_scale", {}), dict) else rule
+
+
 def find_state(state: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the one `LossScaleState` in `state` but `inner`, and those of its rule's state.
 
-    Both as plain arrays.
+    Both as plain arrays; of several rules, a dict from their keys to the fields of each.
     """
     found = find_all(state)
     if len(found) != 1:
@@ -65,15 +84,13 @@ def find_state(state: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
             else f"no loss scale in this state ({describe(state)}): "
             "wrap the optimizer with jscale.with_loss_scale, and pass its state."
         )
-    fields = lambda node: dict(node) if isinstance(node, Mapping) else node._asdict()
-    # An NNX optimizer keeps each array in a Variable, a tree with one leaf.
-    unwrap = lambda x: next(iter(jax.tree.leaves(x)), None)
-    own = fields(found[0][1])
-    rule = {name: unwrap(x) for name, x in fields(own["rule"]).items()}
-    return {name: unwrap(own.get(name)) for name in LossScaleState._fields[1:-1]}, rule
+    node = found[0][1]
+    get = node.get if isinstance(node, Mapping) else functools.partial(getattr, node)
+    own = {name: _as_dict(get(name, None)) for name in LossScaleState._fields[:-1]}
+    return own, own.pop("rule")
 
 
-def loss_scale(state: PyTree) -> jax.Array:
+def loss_scale(state: PyTree) -> Any:
     """The scale for the next backward pass.
 
     Args:
@@ -81,7 +98,7 @@ def loss_scale(state: PyTree) -> jax.Array:
         `opt_state` of an `nnx.Optimizer`, an `nnx.State`.
 
     Returns:
-      f32[].
+      f32[]; of several rules, a dict from their keys to f32[], or f32[n] for a stack of n layers.
 
     Raises:
       ValueError: there is no loss scale in `state`, or more than one (the message lists them).
@@ -92,7 +109,8 @@ def loss_scale(state: PyTree) -> jax.Array:
     65536.0
     """
     _, rule = find_state(state)
-    return rule["loss_scale"]
+    several = by_rule(rule)
+    return {key: x["loss_scale"] for key, x in several.items()} if several else rule["loss_scale"]
 
 
 def metrics(state: PyTree) -> dict[str, jax.Array]:
@@ -104,7 +122,10 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
     Returns:
       `grad_scale` (the scale for the next step), `grad_norm`, `finite`, `loss_finite`,
       `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` describes them.
-      Under `off`, `grad_scale` is 1 and `grad_norm`, which is not looked at, is absent.
+      Under `off`, `grad_scale` is 1 and `grad_norm`, which is not looked at, is absent. Of several
+      rules, `grad_scale/text`, `grad_norm/text` and so on (`grad_scale/*` under the key ''),
+      which under `stacked` are arrays; with `skip="own"` so are the flags and the counts, and
+      `finite` itself says whether all were applied.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.adam(1e-3), jscale.static(1024))
@@ -112,5 +133,13 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
     >>> float(m["grad_scale"]), int(m["skipped_steps"])
     (1024.0, 0)
     """
-    found, rule = find_state(state)
-    return {"grad_scale": rule["loss_scale"]} | {k: v for k, v in found.items() if v is not None}
+    found, _ = find_state(state)
+    out = {}
+    for name, value in ({"grad_scale": loss_scale(state)} | found).items():
+        if isinstance(value, dict):
+            if name == "finite":
+                out[name] = jnp.stack(list(value.values())).all(axis=0)
+            out |= {f"{name}/{key or '*'}": x for key, x in value.items()}
+        elif value is not None:
+            out[name] = value
+    return out

@@ -55,7 +55,8 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return any(all(map(fnmatchcase, parts[start:], pattern)) for start in starts)
 
 
-def _is_gradient(path: Any, x: Any) -> bool:
+def is_gradient(path: Any, x: Any) -> bool:
+    """Whether the leaf `x` at `path` is what a loss scale may touch."""
     return is_inexact(x) and not any(
         getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path
     )
@@ -63,12 +64,12 @@ def _is_gradient(path: Any, x: Any) -> bool:
 
 def map_inexact(fn: Callable[..., Any], tree: PyTree) -> PyTree:
     """`fn(path, leaf)` on every inexact leaf; others and fp8 overwrite leaves pass through."""
-    return jax.tree.map_with_path(lambda path, x: fn(path, x) if _is_gradient(path, x) else x, tree)
+    return jax.tree.map_with_path(lambda path, x: fn(path, x) if is_gradient(path, x) else x, tree)
 
 
 def inexact_leaves(tree: PyTree) -> list[Any]:
     """The leaves that `map_inexact` visits, in tree order."""
-    return [x for path, x in jax.tree.leaves_with_path(tree) if _is_gradient(path, x)]
+    return [x for path, x in jax.tree.leaves_with_path(tree) if is_gradient(path, x)]
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

@@ -1,0 +1,162 @@
+"""A part of the backward pass that runs at a scale of its own."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._arguments import scale_array
+from ._calls import flat_call
+from ._tree import at_least_f32, describe, is_inexact
+
+
+def region(
+    fun: Callable[..., Any],
+    loss_scale: jax.typing.ArrayLike,
+    outer: jax.typing.ArrayLike,
+    *,
+    stop_nonfinite: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """`fun`, with its backward pass run at another loss scale than what is around it.
+
+    The cotangents of its results are multiplied by `loss_scale / outer` on the way in, and those of
+    everything it takes, or closes over, are divided by it on the way out: in float32, and then cast
+    back. So a region changes at what scale gradients are computed, and never what they are: outside
+    of it, all of them are at `outer`. That holds for parameters too, be they arguments, closed
+    over, or shared with another part of the model. They should be float32 there, and cast inside
+    the region, as `autocast` does: the gradient of a float16 array is float16 outside as well.
+
+    `with_loss_scale` takes one rule for each region, and `value_and_grad` all the scales:
+
+        scale = jscale.loss_scale(opt_state)   # {"text": f32[], "vision": f32[]}
+
+        def loss_fn(params, images, tokens):
+            vision = jscale.region(encoder, scale["vision"], scale["text"])
+            return text_loss(params["text"], vision(params["vision"], images), tokens)
+
+        jscale.value_and_grad(loss_fn, scale, root="text")(params, images, tokens)
+
+    Regions nest: the outer scale of the inner one is that of the region around it. In a scanned
+    stack of layers, scan over the scales too, and let the body be a region at its own.
+
+    Modules of Flax NNX are arguments, or `fun` itself, or `fun` is a method of theirs, if it
+    changes them; in Linen wrap `apply`, not a module's method.
+
+    Args:
+      fun: function of arrays, pytrees, modules; integers, None and all else pass.
+      loss_scale: f32[] or a number, the scale in the region.
+      outer: f32[] or a number, the scale around it.
+      stop_nonfinite: positions of arguments whose cotangents leave the region with zeros in place
+        of inf and NaN, so that an overflow inside spares what is behind them, as in DALL-E (Ramesh
+        et al., 2021). All else that `fun` takes or closes over then gets NaN, so that the region
+        itself counts as overflowed.
+
+    Returns:
+      A function with the arguments and results of `fun`. It traces `fun` whenever it is called.
+
+    Raises:
+      TypeError, ValueError: an argument is not what it should be; or, from the call, with
+        `stop_nonfinite`, `fun` has nothing else that could show an overflow.
+
+    >>> import jax, jax.numpy as jnp, jscale
+    >>> half = lambda x: x.astype(jnp.float16)
+    >>> tower = lambda w, x: (half(w) * half(x)).astype(jnp.float32)  # gradients pass in float16
+    >>> w, x = jnp.float32(1.0), jnp.float32(2.0**-20)
+    >>> loss_fn = lambda w, scale: jscale.region(tower, scale, 1.0)(w, x) * 2.0**-10
+    >>> print(jax.grad(loss_fn)(w, 1.0) * 2**30, jax.grad(loss_fn)(w, 2.0**20) * 2**30)
+    0.0 1.0
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be a function, got {describe(fun)}: pass the function, not what it returned."
+        )
+    remedy = "pass one of the scales that jscale.loss_scale(opt_state) gives"
+    inside = scale_array("loss_scale", loss_scale, remedy)
+    around = scale_array("outer", outer, remedy)
+    # Whatever it is, it is taken back on the way out; as a number that float32 holds.
+    ratio = jnp.clip(inside / around, 2.0**-126, 2.0**126)
+    given: Any = stop_nonfinite if isinstance(stop_nonfinite, Sequence) else [stop_nonfinite]
+    try:
+        stopped = {str(operator.index(i)) for i in given}
+    except TypeError:
+        raise TypeError(
+            f"stop_nonfinite takes positions of arguments, got {stop_nonfinite!r}."
+        ) from None
+
+    @functools.wraps(fun)
+    def wrapper(*args, **kwargs):
+        if any(not 0 <= int(i) < len(args) for i in stopped):
+            raise ValueError(
+                f"stop_nonfinite is {stop_nonfinite!r}, but the region was called with {len(args)} "
+                "arguments by position: count them from 0."
+            )
+        call = flat_call(fun, args, kwargs, "region")
+        # What it closes over becomes arguments too.
+        converted, closed_over = jax.closure_convert(call.fun, *call.arrays)
+        inputs = [*call.arrays, *closed_over]
+        is_stopped = [path[0] in stopped for path in call.paths] + [False] * len(closed_over)
+        inputs = _leave(inputs, is_stopped, ratio)
+        return call.finish([_at_scale(x, ratio, jnp.multiply) for x in converted(*inputs)])
+
+    return wrapper
+
+
+def _leave(inputs: list[jax.Array], is_stopped: list[bool], ratio: jax.Array) -> list[jax.Array]:
+    """What goes into the region; its cotangents leave it."""
+    if not any(is_stopped):
+        # One by one: what needs no gradient must not get one because of its neighbours.
+        return [_at_scale(x, ratio, jnp.divide) for x in inputs]
+    places = [i for i, x in enumerate(inputs) if is_inexact(x)]
+    stopped = [inputs[i] for i in places if is_stopped[i]]
+    others = [inputs[i] for i in places if not is_stopped[i]]
+    if not others:
+        raise ValueError(
+            "stop_nonfinite names all that the region depends on, so that nothing can show that "
+            "it overflowed: pass its parameters by another argument."
+        )
+    stopped, others = map(iter, _stopping(stopped, others, ratio))
+    out = list(inputs)
+    for i in places:
+        out[i] = next(stopped) if is_stopped[i] else next(others)
+    return out
+
+
+def _rescaled(cotangent: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> jax.Array:
+    wide = at_least_f32(cotangent)
+    return operation(wide, ratio.astype(wide.dtype)).astype(cotangent.dtype)
+
+
+def _at_scale(x: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> jax.Array:
+    """`x`, whose cotangent is multiplied with the ratio, or divided by it."""
+    return _identity(operation, x, ratio) if is_inexact(x) else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(operation, x, ratio):
+    return x
+
+
+def _identity_bwd(operation, ratio, cotangent):
+    return _rescaled(cotangent, ratio, operation), jnp.zeros_like(ratio)
+
+
+_identity.defvjp(lambda operation, x, ratio: (x, ratio), _identity_bwd)
+
+
+@jax.custom_vjp
+def _stopping(stopped, others, ratio):
+    return stopped, others
+
+
+def _stopping_bwd(ratio, cotangents):
+    stopped, others = jax.tree.map(lambda x: _rescaled(x, ratio, jnp.divide), cotangents)
+    good = jnp.stack([jnp.all(jnp.isfinite(x)) for x in stopped]).all()
+    stopped = [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in stopped]
+    others = [jnp.where(good, x, jnp.full_like(x, jnp.nan)) for x in others]
+    return stopped, others, jnp.zeros_like(ratio)
+
+
+_stopping.defvjp(lambda stopped, others, ratio: ((stopped, others), ratio), _stopping_bwd)
