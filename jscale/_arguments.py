@@ -58,6 +58,7 @@ def scale_array(name: str, value: Any, remedy: str, *, layered: bool = False) ->
     if layered and np.ndim(value) == 1:
         if not isinstance(value, jax.Array):
             value = np.array([as_scale(name, x) for x in value], np.float32)
+        check_number(name, jax.ShapeDtypeStruct((), value.dtype), remedy)
     else:
         check_number(name, value, remedy)
         if not isinstance(value, jax.Array):

@@ -40,7 +40,8 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     """Raise, with the likely cause, if training cannot go on by itself.
 
     Call it outside jit, as often as the metrics are looked at; it waits for the state and copies a
-    few scalars to the host. If the state was vmapped, each copy is checked.
+    few scalars to the host. If the state was vmapped, each copy is checked. Of several scales, one
+    at its minimum is blamed if no other overflowed that could still fall.
 
     Args:
       state: as for `loss_scale`.

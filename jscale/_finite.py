@@ -43,13 +43,14 @@ def all_finite(tree: PyTree) -> jax.Array:
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def varying(x: jax.Array) -> frozenset[str]:
+    """The axes of shard_map over which `x` is known to differ."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _tracks_varying_axes(axis: str) -> bool:
     """Whether the enclosing shard_map records which values differ between devices (check_vma)."""
-    return axis in _varying(lax.axis_index(axis))
+    return axis in varying(lax.axis_index(axis))
 
 
 def _norm(leaves: list[jax.Array]) -> jax.Array:
@@ -76,11 +77,11 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
         return lax.pmean(_norm(leaves), axes)
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for x in leaves:
-        by_axes.setdefault(tuple(a for a in axes if a in _varying(x)), []).append(x)
+        by_axes.setdefault(tuple(a for a in axes if a in varying(x)), []).append(x)
     total = jnp.zeros((), jnp.float32)
-    for varying, group in by_axes.items():
+    for spread, group in by_axes.items():
         square = jnp.square(_norm(group))
-        total += lax.psum(square, varying) if varying else square
+        total += lax.psum(square, spread) if spread else square
     return jnp.sqrt(total)
 
 

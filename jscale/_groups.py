@@ -116,14 +116,19 @@ def map_groups(fn: Callable[..., Any], tree: PyTree, values: Mapping[str, jax.Ar
 
 def over_layers(values: jax.Array, path: Any, x: Any) -> jax.Array:
     """Values for the layers of a stack, in the shape in which they broadcast to `x`."""
-    if values.ndim == 0:
-        return values
-    check_layers(values.shape, path, x)
-    return values.reshape(values.shape + (1,) * (jnp.ndim(x) - 1))
+    _check_layers(values.shape, path, x)
+    return values.reshape(values.shape + (1,) * (jnp.ndim(x) - 1)) if values.ndim else values
 
 
-def check_layers(shape: tuple[int, ...], path: Any, x: Any) -> None:
-    if jnp.shape(x)[:1] != shape:
+def check_layers(shape: tuple[int, ...], tree: PyTree) -> None:
+    """Raises unless every gradient begins with the axis of a scale of this shape."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if is_gradient(path, x):
+            _check_layers(shape, path, x)
+
+
+def _check_layers(shape: tuple[int, ...], path: Any, x: Any) -> None:
+    if shape and jnp.shape(x)[:1] != shape:
         raise ValueError(
             f"{path_name(path)} is {describe(x)}, but its group has a scale for each of {shape[0]} "
             "layers: what belongs to no layer needs a key of its own."

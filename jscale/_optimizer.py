@@ -68,22 +68,23 @@ def _apply_own(
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` for each group by itself, with a state by group."""
 
-    def only(key):
-        def mask(tree):
-            mine = [owner == key for owner in owners(tree, rules)]
-            return jax.tree.unflatten(jax.tree.structure(tree), mine)
+    def only(tree, key):  # by its own structure: gradients may be None where parameters are not
+        flat, treedef = jax.tree.flatten(tree)
+        own = zip(flat, owners(tree, rules), strict=True)
+        return treedef.unflatten([x if key == owner else optax.MaskedNode() for x, owner in own])
 
-        return optax.masked(tx, mask)
-
-    parts = {key: only(key) for key in rules}
+    def init(params):
+        return {key: tx.init(only(params, key)) for key in rules}
 
     def update(updates, state, params=None, **extra_args):
-        new = {}
-        for key, one in parts.items():  # each passes on what is not its own
-            updates, new[key] = one.update(updates, state[key], params, **extra_args)
-        return updates, new
+        new, parts = {}, {}
+        for key in rules:
+            own = None if params is None else only(params, key)
+            part, new[key] = tx.update(only(updates, key), state[key], own, **extra_args)
+            parts[key] = iter(jax.tree.leaves(part))
+        whole = [next(parts[owner]) for owner in owners(updates, rules)]
+        return jax.tree.unflatten(jax.tree.structure(updates), whole), new
 
-    init = lambda params: {key: one.init(params) for key, one in parts.items()}
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -122,7 +123,8 @@ def _first_rule_state(rule: ScaleRule) -> Any:
         raise TypeError(
             f"a scale rule's state must hold arrays and numbers only, got {texts[0]!r}."
         )
-    state = jax.tree.map(lambda x: strong(jnp.asarray(x)), state)
+    # Copies: a rule may hand out the same array again, and its state is donated.
+    state = jax.tree.map(lambda x: strong(jnp.array(x)), state)
     if state.loss_scale.ndim > 1:
         raise TypeError(
             f"a scale rule's loss_scale must be a scalar, or one for each layer of a stack, "
@@ -140,10 +142,16 @@ def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> A
     return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, state)
 
 
+def _kind(rule_state: Any) -> str:
+    if isinstance(rule_state, Mapping):
+        return f"one state for each of {listing([repr(key) for key in rule_state])}"
+    return f"a {describe(rule_state)}"
+
+
 def _check_rule_state(state: Any, expected: Any) -> None:
     if difference := mismatch(state, expected):
         raise TypeError(
-            f"the state holds a {describe(state)}, but this rule keeps a {describe(expected)}: "
+            f"the state holds {_kind(state)}, but this rule keeps {_kind(expected)}: "
             "go on with the rule that made the state, or put a state of this rule in its place, "
             f"e.g. state._replace(rule=rule.init()). The difference: {difference}."
         )
@@ -281,8 +289,10 @@ def with_loss_scale(
     def init(params: PyTree) -> LossScaleState:
         if not is_off:
             _warn_about_half(params)
-        if several:
-            owners(_differentiated(params), rules)
+        owned = owners(_differentiated(params), rules) if several else []
+        for key, one in unpack(rule_type).items():
+            of_group = part(_differentiated(params), owned, key) if several else params
+            check_layers(one.loss_scale.shape, of_group)
         inner_state = tx.init(params if is_off else _f32(params))
         if nested := find_all(inner_state):
             where = ", ".join(path_name(path) for path, _ in nested)
@@ -309,6 +319,11 @@ def with_loss_scale(
                 f"state must be a LossScaleState, got {describe(state)}: pass what init returned."
             )
         _check_rule_state(state.rule, rule_type)
+        if isinstance(state.finite, Mapping) != by_group:
+            raise TypeError(
+                f"the state is not one of skip={skip!r}: go on with the setting that made it, or "
+                "pass what init returns."
+            )
         loss_finite = state.loss_finite
         if loss is not None:
             extra_args["loss"] = loss
@@ -331,7 +346,7 @@ def with_loss_scale(
         seen = {key: part(grads, owned, key) for key in rules} if several else {"": grads}
         # In the order of the rules: a traced dict has its keys sorted.
         norms = {key: _norm(seen[key], unpack(rule_type)[key], axes) for key in rules}
-        clean, learns = _verdicts(norms)
+        clean, learns = _verdicts(norms, together=not by_group)
         allow = lambda flag: flag if allowed is None else flag & allowed
         each = {key: jnp.all(flag) for key, flag in clean.items()}
         finite: Any  # for each group, or for all
@@ -383,29 +398,33 @@ def _norm(grads: PyTree, rule_state: Any, axes: tuple[str, ...]) -> jax.Array | 
     """The norm of a group's gradients, or of each of its layers; None if nobody looks."""
     if isinstance(rule_state, OffState):
         return None
-    shape = rule_state.loss_scale.shape
-    if not shape:
+    check_layers(rule_state.loss_scale.shape, grads)
+    if not rule_state.loss_scale.shape:
         return global_norm(grads, axes)
-    for path, x in jax.tree.leaves_with_path(grads):
-        check_layers(shape, path, x)
     return jax.vmap(lambda one: global_norm(one, axes))(grads)
 
 
-def _verdicts(norms: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Whether each group is finite; and for those after the first, whether all before it are."""
+def _verdicts(
+    norms: dict[str, Any], together: bool
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Whether each group is finite; and for those after the first, whether all before it are.
+
+    If they are applied `together`, so must be the norm of them all, which clipping takes.
+    """
     clean: dict[str, jax.Array] = {}
     learns: dict[str, jax.Array] = {}
-    if len(norms) == 1:
-        [(key, norm)] = norms.items()
-        clean[key] = jnp.array(True) if norm is None else jnp.isfinite(norm)
-        return clean, learns
     sound, total = jnp.array(True), jnp.zeros((), jnp.float32)
     for key, norm in norms.items():
+        if norm is None:
+            clean[key] = sound
+            continue
         finite = jnp.isfinite(norm)
-        # Norms may be finite one by one, and that of them all, which clipping takes, be not.
-        total += jnp.sum(jnp.where(finite, jnp.square(norm), 0))
+        if norm.ndim or len(norms) > 1:  # one norm by itself is the norm of all
+            square = jnp.sum(jnp.where(finite, jnp.square(norm), 0))
+            total = total + square if together else square
+            finite &= jnp.isfinite(total)
         if clean:
             learns[key] = sound
-        clean[key] = finite & jnp.isfinite(total)
-        sound &= jnp.all(clean[key])
+        clean[key] = finite
+        sound &= jnp.all(finite)
     return clean, learns

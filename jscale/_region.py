@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ._arguments import scale_array
 from ._calls import flat_call
+from ._finite import everywhere, varying
 from ._tree import at_least_f32, describe, is_inexact
 
 
@@ -52,7 +53,7 @@ def region(
       stop_nonfinite: positions of arguments whose cotangents leave the region with zeros in place
         of inf and NaN, so that an overflow inside spares what is behind them, as in DALL-E (Ramesh
         et al., 2021). All else that `fun` takes or closes over then gets NaN, so that the region
-        itself counts as overflowed.
+        itself counts as overflowed: let that include something that is trained.
 
     Returns:
       A function with the arguments and results of `fun`. It traces `fun` whenever it is called.
@@ -106,27 +107,21 @@ def region(
 
 def _leave(inputs: list[jax.Array], is_stopped: list[bool], ratio: jax.Array) -> list[jax.Array]:
     """What goes into the region; its cotangents leave it."""
-    if not any(is_stopped):
-        # One by one: what needs no gradient must not get one because of its neighbours.
-        return [_at_scale(x, ratio, jnp.divide) for x in inputs]
     places = [i for i, x in enumerate(inputs) if is_inexact(x)]
     stopped = [inputs[i] for i in places if is_stopped[i]]
     others = [inputs[i] for i in places if not is_stopped[i]]
-    if not others:
-        raise ValueError(
-            "stop_nonfinite names all that the region depends on, so that nothing can show that "
-            "it overflowed: pass its parameters by another argument."
-        )
-    stopped, others = map(iter, _stopping(stopped, others, ratio))
     out = list(inputs)
-    for i in places:
-        out[i] = next(stopped) if is_stopped[i] else next(others)
-    return out
-
-
-def _rescaled(cotangent: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> jax.Array:
-    wide = at_least_f32(cotangent)
-    return operation(wide, ratio.astype(wide.dtype)).astype(cotangent.dtype)
+    if stopped:
+        if not others:
+            raise ValueError(
+                "stop_nonfinite names all that the region depends on, so that nothing can show "
+                "that it overflowed: pass its parameters by another argument."
+            )
+        stopped, others = map(iter, _stopping(stopped, others))
+        for i in places:
+            out[i] = next(stopped) if is_stopped[i] else next(others)
+    # One by one: what needs no gradient must not get one because of its neighbours.
+    return [_at_scale(x, ratio, jnp.divide) for x in out]
 
 
 def _at_scale(x: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> jax.Array:
@@ -134,29 +129,47 @@ def _at_scale(x: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> 
     return _identity(operation, x, ratio) if is_inexact(x) else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(operation, x, ratio):
     return x
 
 
-def _identity_bwd(operation, ratio, cotangent):
-    return _rescaled(cotangent, ratio, operation), jnp.zeros_like(ratio)
+def _rescaled(cotangent, ratio, operation):
+    wide = at_least_f32(cotangent)
+    return operation(wide, ratio.astype(wide.dtype)).astype(cotangent.dtype)
 
 
-_identity.defvjp(lambda operation, x, ratio: (x, ratio), _identity_bwd)
+@_identity.defjvp
+def _identity_jvp(operation, primals, tangents):
+    (x, ratio), (tangent, _) = primals, tangents
+    # In shard_map with check_vma, what the solve is given must vary over the same devices.
+    if axes := tuple(varying(tangent) - varying(ratio)):
+        ratio = jax.lax.pcast(ratio, axes, to="varying")
+    # The public form of a linear function whose transpose one may choose. Each is the transpose of
+    # the other in derivatives of derivatives too, so that what is scaled on the way in is scaled
+    # back on the way out, whatever is differentiated in which order.
+    tangent = jax.lax.custom_linear_solve(
+        lambda x: x,
+        tangent,
+        solve=lambda _, x: x,
+        transpose_solve=lambda _, x: _rescaled(x, ratio, operation),
+    )
+    return _identity(operation, x, primals[1]), tangent
 
 
 @jax.custom_vjp
-def _stopping(stopped, others, ratio):
+def _stopping(stopped, others):
     return stopped, others
 
 
-def _stopping_bwd(ratio, cotangents):
-    stopped, others = jax.tree.map(lambda x: _rescaled(x, ratio, jnp.divide), cotangents)
+def _stopping_bwd(_, cotangents):
+    stopped, others = cotangents
     good = jnp.stack([jnp.all(jnp.isfinite(x)) for x in stopped]).all()
     stopped = [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in stopped]
-    others = [jnp.where(good, x, jnp.full_like(x, jnp.nan)) for x in others]
-    return stopped, others, jnp.zeros_like(ratio)
+    # In shard_map with check_vma, what all devices share is lost if it is lost on one.
+    known = lambda x: everywhere(good, tuple(varying(good) - varying(x)))
+    others = [jnp.where(known(x), x, jnp.full_like(x, jnp.nan)) for x in others]
+    return stopped, others
 
 
-_stopping.defvjp(lambda stopped, others, ratio: ((stopped, others), ratio), _stopping_bwd)
+_stopping.defvjp(lambda stopped, others: ((stopped, others), None), _stopping_bwd)

@@ -104,6 +104,7 @@ def anticipate(
     2^14 2^14 2^14 2^14 2^12
     """
     rule = as_rule("rule", rule)
+    _check_single("anticipate", rule)
     horizon = as_count("horizon", horizon)
     max_bits = as_count("max_bits", max_bits)
     z = quantile(overflow_rate)
@@ -283,6 +284,14 @@ def _as_proposed(new: Any, proposed: Any) -> Any:
     return jax.tree.map_with_path(one, new, proposed)
 
 
+def _check_single(name: str, rule: ScaleRule) -> None:
+    if jnp.ndim(rule.init().loss_scale):
+        raise ValueError(
+            f"{name} takes a rule for a single scale, and was given one for several: put stacked "
+            "around all other rules."
+        )
+
+
 def stacked(rule: ScaleRule, n: int) -> ScaleRule:
     """One scale for each layer of a scanned stack, each with its own state of `rule`.
 
@@ -320,8 +329,7 @@ def stacked(rule: ScaleRule, n: int) -> ScaleRule:
     """
     rule = as_rule("rule", rule)
     n = as_count("n", n)
-    if jnp.ndim(rule.init().loss_scale):
-        raise ValueError("stacked takes a rule for a single scale, and was given one for several.")
+    _check_single("stacked", rule)
 
     def init() -> Any:
         return jax.tree.map(lambda x: jnp.stack([strong(jnp.asarray(x))] * n), rule.init())
