@@ -1,12 +1,14 @@
 """Float16 training in JAX: loss scaling as an optax wrapper, and the parts it is made of."""
 
-from . import interop as interop, presets as presets
+from . import checkpoint as checkpoint, interop as interop, presets as presets
 from ._amp import Amp, amp
 from ._autocast import Explanation, Operation, autocast, explain
 from ._check import check
 from ._finite import all_finite, select
 from ._forecast import Forecast
 from ._grad import grad, scale_loss, unscale, value_and_grad
+from ._locate import locate
+from ._location import Fault, Location, Underflow
 from ._optimizer import with_loss_scale
 from ._policy import Policy
 from ._predictive import Guard, HeadroomState, LogNormalState, headroom, log_normal
@@ -33,9 +35,11 @@ __all__ = [
     "AnticipateState",
     "DynamicState",
     "Explanation",
+    "Fault",
     "Forecast",
     "Guard",
     "HeadroomState",
+    "Location",
     "LogNormalState",
     "LossScaleState",
     "Observation",
@@ -45,17 +49,20 @@ __all__ = [
     "ScaleRule",
     "StaticState",
     "Suggestion",
+    "Underflow",
     "all_finite",
     "amp",
     "anticipate",
     "autocast",
     "check",
+    "checkpoint",
     "dynamic",
     "explain",
     "grad",
     "headroom",
     "hooked",
     "interop",
+    "locate",
     "log_normal",
     "loss_scale",
     "metrics",

@@ -5,9 +5,9 @@ that jscale supports (tests/test_jaxpr.py): `jax.extend.core` for the classes; o
 `source_info.name_stack` (and its `stack`) and `source_info.traceback`; of a jaxpr `debug_info`; and
 these parameters of primitives: `preferred_element_type`, `precision`, `dimension_numbers`
 (products), `new_dtype`, `weak_type`, `sharding` (convert_element_type), `jaxpr` (jit, scan,
-checkpoint, shard_map), `branches` (cond), `cond_jaxpr`, `body_jaxpr` (while), `length`, `unroll`
-(scan), `name` (jit), `call_jaxpr`, `num_consts`, `jvp_jaxpr_fun`, `fwd_jaxpr_thunk`, `bwd`
-(custom_jvp, custom_vjp).
+checkpoint, shard_map), `branches` (cond), `cond_jaxpr`, `body_jaxpr` (while), `length`, `unroll`,
+`reverse` (scan), `name` (jit), `call_jaxpr`, `num_consts`, `jvp_jaxpr_fun`, `fwd_jaxpr_thunk`,
+`bwd` (custom_jvp, custom_vjp).
 """
 
 import functools
@@ -142,6 +142,11 @@ def is_product(eqn: JaxprEqn) -> bool:
 def scope(eqn: JaxprEqn) -> tuple[str, ...]:
     """Names of the scopes (and transforms) in which an equation was traced, outermost first."""
     return tuple(filter(None, re.split(r"[/()]", str(eqn.source_info.name_stack))))
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation was traced by the transposition of another program."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def below_common_scope(eqns: Sequence[JaxprEqn]) -> tuple[Any, list[JaxprEqn]]:

@@ -70,8 +70,9 @@ def _apply_own(
 
     def only(tree, key):  # by its own structure: gradients may be None where parameters are not
         flat, treedef = jax.tree.flatten(tree)
-        own = zip(flat, owners(tree, rules), strict=True)
-        return treedef.unflatten([x if key == owner else optax.MaskedNode() for x, owner in own])
+        pairs = zip(flat, owners(tree, rules), strict=True)
+        own = [x if key == owner else optax.MaskedNode() for x, owner in pairs]
+        return jax.tree.unflatten(treedef, own)
 
     def init(params):
         return {key: tx.init(only(params, key)) for key in rules}

@@ -55,7 +55,7 @@ EQUATIONS = {
         ["new_dtype", "weak_type", "sharding"],
     ),
     "jit": (jax.jit(jnp.sin), ["jaxpr", "name"]),
-    "scan": (scan, ["jaxpr", "length", "unroll"]),
+    "scan": (scan, ["jaxpr", "length", "unroll", "reverse"]),
     "while": (loop, ["cond_jaxpr", "body_jaxpr"]),
     "cond": (switch, ["branches"]),
     "remat2": (jax.checkpoint(jnp.sin), ["jaxpr"]),
