@@ -1,6 +1,7 @@
 """Float16 training in JAX: loss scaling as an optax wrapper, and the parts it is made of."""
 
 from . import checkpoint as checkpoint, interop as interop, presets as presets
+from ._advice import Advice, Thresholds
 from ._amp import Amp, amp
 from ._autocast import Explanation, Operation, autocast, explain
 from ._check import check
@@ -9,6 +10,7 @@ from ._forecast import Forecast
 from ._grad import grad, scale_loss, unscale, value_and_grad
 from ._locate import locate
 from ._location import Fault, Location, Underflow
+from ._monitor import Monitor
 from ._optimizer import with_loss_scale
 from ._policy import Policy
 from ._predictive import Guard, HeadroomState, LogNormalState, headroom, log_normal
@@ -24,6 +26,7 @@ from ._rules import (
     static,
 )
 from ._state import LossScaleState, loss_scale, metrics
+from ._stats import Stats, stats
 from ._suggest import Suggestion, suggest_scale
 from ._wrappers import AnticipateState, anticipate, hooked, stacked
 
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 
 # For `help(jscale)`, which shows the names of other modules only if they are listed.
 __all__ = [
+    "Advice",
     "Amp",
     "AnticipateState",
     "DynamicState",
@@ -42,13 +46,16 @@ __all__ = [
     "Location",
     "LogNormalState",
     "LossScaleState",
+    "Monitor",
     "Observation",
     "OffState",
     "Operation",
     "Policy",
     "ScaleRule",
     "StaticState",
+    "Stats",
     "Suggestion",
+    "Thresholds",
     "Underflow",
     "all_finite",
     "amp",
@@ -73,6 +80,7 @@ __all__ = [
     "select",
     "stacked",
     "static",
+    "stats",
     "suggest_scale",
     "unscale",
     "value_and_grad",

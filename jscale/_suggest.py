@@ -1,22 +1,21 @@
 """A first scale, from gradients instead of from habit."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import as_number
+from ._arguments import as_bits
 from ._finite import all_finite
 from ._grad import value_and_grad
 from ._rules import Observation
-from ._tree import PyTree, at_least_f32, describe, inexact_leaves
+from ._stats import ZERO, bars, stats
+from ._tree import PyTree, describe
 
 _LOWEST, _HIGHEST = -24, 32  # as the rules have them
-# float16 rounds what is smaller than this to zero.
-_SMALLEST = 2.0**-25
 _LARGE = 10**9
 
 
@@ -35,7 +34,7 @@ class Suggestion(NamedTuple):
     >>> import jscale
     >>> print(jscale.Suggestion(2.0**14, 2.0**16, 0.75, {-2: 1, -1: 3}, 0, 0.0))
     loss scale 2^14; overflow above 2^16; the largest gradient is 0.75
-    at that scale float16 rounds 0.00% of the gradients to zero; 0 are zero at any
+    at that scale float16 rounds 0.00% of the gradients to zero; 0 are zero at any scale
       2^-2     25.00%  #############
       2^-1     75.00%  ########################################
     """
@@ -49,19 +48,17 @@ class Suggestion(NamedTuple):
 
     def __str__(self) -> str:
         power = lambda x: f"2^{math.log2(x):g}"
+        above = f"overflow above {power(self.largest)}"
+        if self.largest >= 2.0**_HIGHEST:
+            above = f"no overflow up to {power(self.largest)}, the largest tried"
         lines = [
-            f"loss scale {power(self.loss_scale)}; overflow above {power(self.largest)}; "
+            f"loss scale {power(self.loss_scale)}; {above}; "
             f"the largest gradient is {self.amax:.3g}",
             f"at that scale float16 rounds {self.underflow:.2%} of the gradients to zero; "
-            f"{self.zeros} are zero at any",
+            f"{self.zeros} are zero at any scale",
         ]
-        total, most = sum(self.histogram.values()), max(self.histogram.values())
-        lost = math.log2(_SMALLEST / self.loss_scale)
-        for exponent, count in sorted(self.histogram.items()):
-            bar = "#" * max(round(40 * count / most), 1)
-            mark = "  lost" if exponent < lost else ""
-            lines.append(f"  {f'2^{exponent}':7}{count / total:8.2%}  {bar}{mark}")
-        if total + self.zeros > _LARGE:
+        lines += bars(self.histogram, ZERO - math.log2(self.loss_scale))
+        if sum(self.histogram.values()) + self.zeros > _LARGE:
             lines.append(
                 "A large model: start lower, at 2^2 say, as metaseq did for OPT-175B. Its first "
                 "steps decide, and climbing costs less than skipping."
@@ -95,7 +92,8 @@ def suggest_scale(
       fun: `fun(params, batch)` to the loss, or to `(loss, aux)`; as for `value_and_grad`, and
         wrapped in `autocast` if training does that.
       params: pytree of parameters.
-      batches: a few; each is the second argument of `fun`. They are run one by one, some ten times.
+      batches: a list of a few, or an iterator; each is the second argument of `fun`. They are run
+        one by one, some ten times.
       bits: doublings between the suggestion and the largest scale that fits.
       has_aux: whether `fun` returns `(loss, aux)`.
       transform: what differentiates, as for `value_and_grad`. Without it, `fun` is jitted. NNX
@@ -107,7 +105,8 @@ def suggest_scale(
     Raises:
       TypeError, ValueError: an argument is not what it should be, there is no batch, or all
         gradients are zero.
-      FloatingPointError: the loss or the gradients of a batch are not finite at any scale.
+      FloatingPointError: the loss or the gradients of a batch are not finite, or too large for
+        float16, at any scale.
 
     >>> import jax, jax.numpy as jnp, jscale
     >>> loss_fn = jscale.autocast(lambda w, x: jnp.mean((x @ w) ** 2))
@@ -117,26 +116,30 @@ def suggest_scale(
     True
     >>> rule = jscale.dynamic(suggestion.loss_scale)
     """
-    bits = as_number("bits", bits, "2 is the default")
-    if not 0 <= bits <= 40:
-        raise ValueError(f"bits must be from 0 to 40, all that float16 has, got {bits}.")
+    bits = as_bits(bits, default=2)
     if not callable(fun):
         raise TypeError(
             f"fun must be a function that returns the loss, got {describe(fun)}: "
             "pass the function, not what it returned."
+        )
+    one = isinstance(batches, str | bytes | tuple | Mapping) or hasattr(batches, "shape")
+    if one or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be a list or an iterator, got {describe(batches)}: "
+            "put a single batch into a list."
         )
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty: pass a few, in a list.")
 
     def look(params, batch, scale):
-        kind = {} if transform is None else {"transform": transform}
+        kind: dict[str, Any] = {} if transform is None else {"transform": transform}
         out, grads = value_and_grad(fun, scale, has_aux=has_aux, **kind)(params, batch)
         loss = out[0] if has_aux else out
         fits = all_finite(grads)
         amax = Observation(fits, grads=grads).amax
         # What float16 would have to hold, were it kept in float16.
-        return loss, fits & (amax * scale <= 65504), amax, _count(grads)
+        return loss, fits & (amax * scale <= 65504), amax, stats(grads)
 
     run = jax.jit(look) if transform is None else look
     at = lambda exponent, batch: jax.device_get(run(params, batch, jnp.float32(2.0**exponent)))
@@ -150,28 +153,34 @@ def suggest_scale(
             )
         found = _largest_fitting(lambda e: at(e, batch)[1], exponent, top)
         if found is None:
+            amax = at(_LOWEST, batch)[2]
+            large = (
+                f"exceed float16's range ({amax:.3g})" if np.isfinite(amax) else "are not finite"
+            )
             raise FloatingPointError(
-                f"the gradients of batch {number} are not finite even at a scale of "
-                f"2^{_LOWEST}: look at the backward pass, in float32 first."
+                f"the gradients of batch {number} {large} even at a scale of 2^{_LOWEST}: "
+                "look at the backward pass, in float32 first."
             )
         top = exponent = found
     seen = [at(top, batch) for batch in batches]
     amax = float(max(amax for _, _, amax, _ in seen))
-    counts = np.asarray(np.sum([counts for *_, counts in seen], axis=0, dtype=np.int64))
+    # Added in float64: float32 stops counting at 2^24.
+    add = lambda *x: np.sum(np.float64(x), axis=0)
+    counts = jax.tree.map(add, *(found for *_, found in seen))
     if amax == 0:
         raise ValueError(
             f"all gradients are zero, even at a scale of 2^{top}: "
             "the loss does not depend on params, or everything underflows before it reaches them."
         )
     chosen = max(math.floor(top - bits), _LOWEST)
-    histogram = {e - 150: int(n) for e, n in enumerate(counts) if n and e}
-    lost = sum(n for e, n in histogram.items() if 2.0**chosen * 2.0**e < _SMALLEST)
+    histogram = counts.histogram()
+    lost = sum(n for e, n in histogram.items() if e + chosen < ZERO)
     return Suggestion(
         loss_scale=2.0**chosen,
         largest=2.0**top,
         amax=amax,
         histogram=histogram,
-        zeros=int(counts[0]),
+        zeros=int(counts.zeros),
         underflow=lost / sum(histogram.values()),
     )
 
@@ -185,15 +194,3 @@ def _largest_fitting(fits: Callable[[int], bool], exponent: int, top: int) -> in
         if exponent < _LOWEST:
             return None
     return exponent
-
-
-def _count(grads: PyTree) -> jax.Array:
-    """How many magnitudes are 0, and how many have the exponents -149, …, 128."""
-
-    def one(x):
-        x = jnp.abs(at_least_f32(x)).astype(jnp.float32).ravel()
-        exponent = jnp.frexp(x)[1] - 1
-        counts = jnp.bincount(jnp.where(x > 0, exponent + 150, 0), length=279)
-        return counts.astype(jnp.int32)
-
-    return sum(map(one, inexact_leaves(grads)), jnp.zeros(279, jnp.int32))

@@ -86,15 +86,19 @@ def test_modules_auxiliary_values_and_shapes_that_differ():
 
 
 def test_it_prints_the_histogram_that_justifies_it():
-    found = jscale.suggest_scale(weighted, PARAMS, [gradients(2.0, 2.0**-60)])
+    found = jscale.suggest_scale(weighted, PARAMS, [gradients(2.0, 2.0**-1)])
     assert str(found).splitlines() == [
         "loss scale 2^12; overflow above 2^14; the largest gradient is 2",
-        "at that scale float16 rounds 50.00% of the gradients to zero; 0 are zero at any",
-        "  2^-60    50.00%  " + "#" * 40 + "  lost",
+        "at that scale float16 rounds 0.00% of the gradients to zero; 0 are zero at any scale",
+        "  2^-1     50.00%  " + "#" * 40,
+        "  2^0       0.00%",
         "  2^1      50.00%  " + "#" * 40,
     ]
     assert "start lower" not in str(found)
     assert "start lower, at 2^2 say" in str(found._replace(zeros=2 * 10**9))
+    low = str(jscale.suggest_scale(weighted, PARAMS, [gradients(2.0**-20, 2.0**-60)]))
+    assert "; no overflow up to 2^32, the largest tried; " in low
+    assert "  2^-60    50.00%  " + "#" * 40 + "  lost" in low.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,17 @@ def test_it_prints_the_histogram_that_justifies_it():
             FloatingPointError,
             "the gradients of batch 0 are not finite even at a scale of 2^-24",
         ),
+        (
+            weighted,
+            [gradients(1, 1e30)],
+            FloatingPointError,
+            "the gradients of batch 0 exceed float16's range (1e+30) even at a scale of 2^-24",
+        ),
         (lambda p, x: p["a"], [1], TypeError, "the loss must be a scalar"),
+        *(
+            (weighted, x, TypeError, "batches must be a list or an iterator, got ")
+            for x in (None, "data", jnp.ones((4, 2)), gradients(1, 1), (1, 2), 3)
+        ),
     ],
 )
 def test_errors_say_what_to_do(fun, batches, error, words):
