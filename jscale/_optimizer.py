@@ -218,11 +218,11 @@ def with_loss_scale(
     parameter paths, of which the longest wins; they come in the order of the backward pass, from
     the loss on, as an overflow does. So when the gradients of one group overflow, the rules of the
     groups after it, which may have received them, learn nothing from the step and hold their state.
-    A region far off the others wants other bounds, such as `dynamic(max_scale=2.0**60)`; and what is
-    unscaled is small again, so look at Adam's eps.
+    A region far off the others wants other bounds, such as `dynamic(max_scale=2.0**60)`; and what
+    is unscaled is small again, so look at Adam's eps.
 
-    Several losses have a scaler each, `with_loss_scale(optax.identity(), rule)`: its updates are the
-    gradients of that loss, or -0.0 where they overflowed. Their sum goes to an optimizer in
+    Several losses have a scaler each, `with_loss_scale(optax.identity(), rule)`: its updates are
+    the gradients of that loss, or -0.0 where they overflowed. Their sum goes to an optimizer in
     `with_loss_scale(inner, off())` with `apply=` what their states' `finite` say together. Several
     optimizers share a scale by one such scaler over the gradients of all.
 
