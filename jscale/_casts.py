@@ -36,6 +36,7 @@ from ._jaxpr import (
     is_product,
     is_var,
     nbytes,
+    passed,
     replace,
     scope,
     shape,
@@ -461,6 +462,9 @@ class _Body:
         result = self.program.rewrite(params["call_jaxpr"], inputs=known, **where)
         self.take_notes(result, eqn)
         self.upcast.update(itertools.compress(eqn.outvars, result.upcast))
+        for x, y in zip(passed(eqn), eqn.outvars, strict=True):  # as at the edge of a region
+            if self.read(x) in self.path:
+                self.path[y] = self.path[self.read(x)]
         invars = [self.wide(x, [eqn]) for x in eqn.invars]
         if result.jaxpr is params["call_jaxpr"]:
             self.emit(eqn, invars)

@@ -133,6 +133,13 @@ def inputs_of(eqn: JaxprEqn, parameter: str, jaxpr: Any) -> list[int | None]:
     return [*range(start, start + first), *([None] * carried)]
 
 
+def passed(eqn: JaxprEqn) -> list[Atom | None]:
+    """For each result of a custom_jvp or custom_vjp the operand that it is; None if computed."""
+    inner = body(eqn.params["call_jaxpr"])
+    operand = dict(zip(inner.invars, eqn.invars, strict=True))
+    return [operand.get(x) if is_var(x) else None for x in inner.outvars]
+
+
 def is_product(eqn: JaxprEqn) -> bool:
     """Whether this is what matrix units are for."""
     # The primitive ragged_dot_general is not among JAX's public names.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import custom_jvp_call_p, jit_p
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
 
 from ._jaxpr import (
     below_common_scope,
@@ -25,7 +25,9 @@ from ._jaxpr import (
     is_product,
     is_var,
     nbytes,
+    passed,
     replace,
+    shape,
     subjaxprs,
     var,
 )
@@ -118,6 +120,35 @@ class _Look:
 
 def _inputs(eqn: JaxprEqn) -> Iterator[Var]:
     return (x for x in eqn.invars if is_var(x))
+
+
+def _is_edge(eqn: JaxprEqn) -> bool:
+    """Whether only the derivative does anything, as at the edge of a `region`."""
+    custom = eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
+    return custom and None not in passed(eqn)
+
+
+def _edges_first(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Edges that inputs of the program go through, with the scalars that they take; and the rest.
+
+    Weights that a region is given are inputs still, and no less at hand at a cut.
+    """
+    maker = {x: eqn for eqn in eqns for x in eqn.outvars}
+    first: dict[int, JaxprEqn] = {}
+
+    def comes_first(eqn: JaxprEqn) -> bool:
+        scalar = all(shape(x) == () for x in eqn.outvars)
+        if not _is_edge(eqn) and not (scalar and _is_recomputed(eqn.primitive.name, eqn.params)):
+            return False
+        if not all(comes_first(maker[x]) for x in _inputs(eqn) if x in maker):
+            return False
+        first[id(eqn)] = eqn
+        return True
+
+    for eqn in eqns:
+        if _is_edge(eqn):
+            comes_first(eqn)
+    return [*first.values()], [eqn for eqn in eqns if id(eqn) not in first]
 
 
 def _roots(eqns: Sequence[JaxprEqn]) -> dict[Var, frozenset[Var]]:
@@ -283,7 +314,8 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
     if any(look(eqn).random for eqn in body(jaxpr).eqns):
         jaxpr = _with_named_draws(jaxpr, look)
     inner = body(jaxpr)
-    facts = [*map(look, inner.eqns)]
+    edges, eqns = _edges_first(inner.eqns)
+    facts = [*map(look, eqns)]
     alone = [i for i, fact in enumerate(facts) if fact.alone]
     needed = {x for x in inner.outvars if is_var(x)}
     backwards: list[JaxprEqn] = []
@@ -297,8 +329,8 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
     shared: dict[Any, Any] = {}
     for before, after in reversed([*itertools.pairwise([-1, *alone, len(facts)])]):
         if after < len(facts):
-            emit(inner.eqns[after])
-        run, looks = inner.eqns[before + 1 : after], facts[before + 1 : after]
+            emit(eqns[after])
+        run, looks = eqns[before + 1 : after], facts[before + 1 : after]
         roots, maker = _roots(run), {x: eqn for eqn in run for x in eqn.outvars}
         starts = _cut(run, looks, roots, needed)
         for start, stop in reversed([*itertools.pairwise([*starts, len(run)])]):
@@ -311,4 +343,4 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
                         emit(eqn)
     if nested and checkpoints <= 1 and not alone:
         return jaxpr
-    return replace(jaxpr, eqns=backwards[::-1])
+    return replace(jaxpr, eqns=[*edges, *backwards[::-1]])

@@ -43,6 +43,11 @@ def region(
     Regions nest: the outer scale of the inner one is that of the region around it. In a scanned
     stack of layers, scan over the scales too, and let the body be a region at its own.
 
+    A product may overflow in what it passes on, and in nothing else. Then the region behind it is
+    the first whose parameters show it, and its scale falls, in vain. Where every step is skipped
+    and only such a scale keeps falling, `stop_nonfinite` on the regions before it gives each
+    overflow to the region that made it.
+
     Modules of Flax NNX are arguments, or `fun` itself, or `fun` is a method of theirs, if it
     changes them; in Linen wrap `apply`, not a module's method.
 

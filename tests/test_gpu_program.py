@@ -1,10 +1,11 @@
-"""What the compiled programs for an H200 pay for loss scaling and for autocast. Needs no GPU."""
+"""What compiled programs for an H200 pay for loss scales and for autocast. Needs no GPU."""
 
 import autocast_memory
 import gpu_structure
 import jax
 import jax.numpy as jnp
 import pytest
+import region_cost
 
 pytestmark = pytest.mark.skipif(
     gpu_structure.plugin_library() is None or jax.__version_info__ < (0, 12),
@@ -19,6 +20,26 @@ def test_a_scaled_step_costs_next_to_nothing(standard_promotion, clip, kernels, 
     assert scaled["kernels"] - base["kernels"] <= kernels
     assert scaled["traffic"] <= traffic * base["traffic"]
     assert scaled["temp"] <= base["temp"] + 0.01  # MB: room for the scalars of the state
+
+
+def test_a_region_costs_two_kernels(standard_promotion):
+    apart = region_cost.measure(region_cost.two_towers("two scales", blocks=1))
+    region = region_cost.measure(region_cost.two_towers("a region", blocks=1))
+    assert region["kernels"] <= apart["kernels"] + 2
+    assert region["products"] == apart["products"]
+    assert region["traffic"] <= 1.0001 * apart["traffic"]
+    assert region["temp"] <= apart["temp"] + 0.01  # MB
+
+
+# With clipping, the norm of each layer is one more read of the stack's gradients.
+@pytest.mark.parametrize("clip, kernels, traffic", [(False, 0, 1.0001), (True, 5, 1.0101)])
+def test_a_scale_for_each_layer_costs_no_more_than_one(standard_promotion, clip, kernels, traffic):
+    one = region_cost.measure(region_cost.layers("two scales, a region a layer"), clip=clip)
+    each = region_cost.measure(region_cost.layers("stacked"), clip=clip)
+    assert each["kernels"] <= one["kernels"] + kernels
+    assert each["products"] == one["products"]
+    assert each["traffic"] <= traffic * one["traffic"]
+    assert each["temp"] <= one["temp"] + 0.01  # MB
 
 
 # Shares of what all float16 by hand takes, rounded up to the next hundredth.

@@ -716,3 +716,20 @@ def test_a_mistake_is_one_clear_sentence(wrong, words):
     with pytest.raises((TypeError, ValueError), match=words) as error:
         wrong()
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.float16])
+def test_autocast_sees_through_the_edge_of_a_region(stored):
+    def tower(p, x):
+        return jnp.tanh(x @ p["wi"].astype(jnp.float32)) @ p["wo"].astype(jnp.float32)
+
+    p, x = {"wi": jnp.ones((8, 8), stored), "wo": jnp.ones((8, 8), stored)}, jnp.ones((4, 8))
+    products = lambda rows: [
+        (row.dtype, row.count, row.reason) for row in rows if row.name == "dot_general"
+    ]
+    bare = lambda p, x: jnp.mean(tower(p, x))
+    inside = lambda p, x: jnp.mean(jscale.region(tower, 4.0, 1.0)(p, x))
+    for options in ({}, {"keep": ["0/wo"]}):
+        got, want = (products(jscale.explain(f, **options)(p, x)) for f in (inside, bare))
+        assert got == want
+    assert [dtype for dtype, *_ in got] == ["float16", "float32"]
