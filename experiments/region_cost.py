@@ -24,24 +24,24 @@ With jax 0.12.0.1:
       a region                           410  +10   13828.4 x1.0000    1759.3 x1.0000       108
     6 layers, autocast
       one scale                          506   +0   18721.4 x1.0000    1243.2 x1.0000       111
-      two scales, a region a layer       528  +22   18721.4 x1.0000    1243.2 x1.0000       111
-      stacked                            523  +17   18721.5 x1.0000    1243.2 x1.0000       111
-      stacked, stop_nonfinite            541  +35   18948.0 x1.0121    1243.2 x1.0000       111
+      two scales, a region a layer       521  +15   18721.4 x1.0000    1218.0 x0.9798       111
+      stacked                            516  +10   18721.5 x1.0000    1218.0 x0.9798       111
+      stacked, stop_nonfinite            552  +46   19061.3 x1.0182    1211.4 x0.9744       111
     6 layers, autocast, clip_by_global_norm
       one scale                          508   +0   18721.4 x1.0000    1243.2 x1.0000       111
-      two scales, a region a layer       530  +22   18721.4 x1.0000    1243.2 x1.0000       111
-      stacked                            534  +26   18891.5 x1.0091    1243.2 x1.0000       111
-      stacked, stop_nonfinite            552  +44   19118.0 x1.0212    1243.2 x1.0000       111
+      two scales, a region a layer       523  +15   18721.4 x1.0000    1218.0 x0.9798       111
+      stacked                            527  +19   18891.5 x1.0091    1218.0 x0.9798       111
+      stacked, stop_nonfinite            563  +55   19231.2 x1.0272    1211.4 x0.9744       111
     12 layers, autocast, clip_by_global_norm
       one scale                          958   +0   37232.0 x1.0000    2130.3 x1.0000       219
-      two scales, a region a layer       992  +34   37232.0 x1.0000    2130.3 x1.0000       219
-      stacked                            996  +38   37572.2 x1.0091    2130.3 x1.0000       219
+      two scales, a region a layer       979  +21   37232.0 x1.0000    2105.2 x0.9882       219
+      stacked                            983  +25   37572.2 x1.0091    2105.2 x0.9882       219
 
-A region adds two kernels at most, in a loop two for each turn, but no product, no traffic and no
-memory. (What is left beside one scale are the 8 to 10 kernels of a second rule.) A scale for each
-layer costs no more than one for all of them, until there is clipping: the norm of each layer is not
-what clipping computes, so that it takes 4 kernels and one more read of the stack's gradients. With
-`stop_nonfinite` there are three more for each layer, and 1.2 % more traffic.
+A region adds two kernels at most, in a loop about one for each turn, but no product, no traffic and
+no memory. (What is left beside one scale are the 8 kernels of a second rule.) A scale for each layer
+costs no more than one for all of them, until there is clipping: the norm of each layer is not what
+clipping computes, so that it takes 4 kernels and one more read of the stack's gradients, however many
+layers there are. With `stop_nonfinite` there are six more for each layer, and 1.8 % more traffic.
 """
 
 import dataclasses

@@ -113,8 +113,8 @@ def words(
             )
         case "row":
             return "error", (
-                f"gradients were not finite in {e['overflows']} steps in a row, and the loss, if "
-                f"it is logged, was; {scale} is {e['scale']:g}. {NOT_FINITE}"
+                f"gradients were not finite in {e['overflows']} steps in a row, without a lost "
+                f"loss in the log; {scale} is {e['scale']:g}. {NOT_FINITE}"
             )
         case "falling":
             before = [loss for step, loss in losses if step <= e["since"]][-20:]

@@ -114,11 +114,12 @@ class Amp:
         argnums: Any = 0,
         has_aux: bool = False,
         *,
+        root: str | None = None,
         transform: Callable[..., Any] = jax.value_and_grad,
     ) -> Callable[..., Any]:
         """`jscale.value_and_grad` of `fun` under `autocast`, at the scale in `opt_state`."""
         fun, scale = autocast(fun, self.compute_dtype), loss_scale(opt_state)
-        return value_and_grad(fun, scale, argnums, has_aux, transform=transform)
+        return value_and_grad(fun, scale, argnums, has_aux, root=root, transform=transform)
 
 
 def amp(config: str | os.PathLike | Mapping[str, Any]) -> Amp:

@@ -88,7 +88,7 @@ def autocast(
     options = _options(compute_dtype, recompute, keep=keep, also=also, f32_results=f32_results)
     _check_function(fun)
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def wrapper(*args, **kwargs):
         call = trace(flat_call(fun, args, kwargs, "autocast"), options)
         if call.unused:

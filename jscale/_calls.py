@@ -19,7 +19,7 @@ class FlatCall(NamedTuple):
       fun: from arrays to a list of arrays.
       arrays: what `fun` was called with.
       paths: where they are among the arguments: a position, a name or `self`, and on from there.
-      finish: what the call returns, from what `fun` returns.
+      finish: what the call returns, from what `fun` returned when it was last traced.
     """
 
     fun: Callable[..., list[jax.Array]]
@@ -47,7 +47,16 @@ def flat_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> F
         given = list(leaves)
         for i, x in zip(places, arrays, strict=True):
             given[i] = x
-        out, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, given)))
+        try:
+            value = fun(*jax.tree.unflatten(tree, given))
+        except Exception as error:
+            if type(error).__name__ == "TraceContextError":  # of Flax NNX
+                error.add_note(
+                    f"{caller} traces its function by itself: pass a module that changes as an "
+                    "argument, or as the function, rather than close over it."
+                )
+            raise
+        out, out_tree = jax.tree.flatten(value)
         # What is not an array is handed through; holding arrays here would leak tracers.
         returned = [None if isinstance(x, jax.Array) else (x,) for x in out], out_tree
         return [x for x in out if isinstance(x, jax.Array)]

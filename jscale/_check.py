@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from ._arguments import as_count
+from ._groups import REST
 from ._state import by_rule, find_state
 from ._tree import PyTree
 
@@ -46,7 +47,8 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     Args:
       state: as for `loss_scale`.
       max_skips: how many skipped steps in a row are too many. A run that starts with a large
-        scale skips some 15 steps before it settles.
+        scale skips some 15 steps before it settles. Of several rules, as many for each, since they
+        settle one after the other.
       allow_nonfinite_loss: by default one inf or NaN loss, in the last step, is enough to raise
         (it is seen only if `loss=` is passed to `update`). True lets single bad batches pass, which
         are skipped anyway, and raises on `max_skips` skips in a row.
@@ -68,6 +70,7 @@ def check(state: PyTree, *, max_skips: int = 20, allow_nonfinite_loss: bool = Fa
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((found, rule))):
         raise TypeError("check raises on what it sees, so it must be called outside jit and scan.")
     found, rule = jax.device_get((found, rule))
+    max_skips *= len(by_rule(rule) or [""])
     for copy in np.ndindex(np.shape(found["loss_finite"])):
         _check_one(
             found["loss_finite"][copy], _parts(found, rule, copy), max_skips, allow_nonfinite_loss
@@ -87,7 +90,7 @@ def _parts(found: dict[str, Any], rule: dict[str, Any], copy: tuple[int, ...]) -
             where = copy + layer
             parts.append(
                 _Part(
-                    name=" of " + "/".join(map(str, (key or "*", *layer))) if several else "",
+                    name=" of " + "/".join(map(str, (key or REST, *layer))) if several else "",
                     scale=scale[layer],
                     skips=skips,
                     overflow=norm is not None and not np.isfinite(norm[where]),
@@ -126,6 +129,12 @@ def _check_one(
             else "The last of them had finite gradients: the caller's apply= vetoed it."
         )
         scales = "; ".join(
-            f"the loss scale{part.name} is {part.scale:g}" for part in (overflowed or parts)[:5]
+            f"the loss scale{part.name} is {part.scale:g}{', its minimum' if part.at_min else ''}"
+            for part in (overflowed or parts)[:5]
         )
+        if len(overflowed) > 1:
+            cause += (
+                " Of several scales, is each that of a region, and do their rules come in the "
+                "order of the backward pass, from the root on?"
+            )
         raise FloatingPointError(f"{row}; {scales}. {cause}")

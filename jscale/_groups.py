@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from ._arguments import did_you_mean
 from ._tree import PyTree, describe, is_gradient, listing, path_name, path_parts
 
+REST = "rest"  # what the group '' is called in logs and messages
+
 
 def as_groups(name: str, given: Any) -> dict[str, Any]:
     """`given`, in its order, if its keys can be prefixes of paths."""
@@ -20,6 +22,8 @@ def as_groups(name: str, given: Any) -> dict[str, Any]:
                 f"{name} has a key {key!r}: keys are prefixes of parameter paths such as "
                 "'vision' or 'text/decoder', and '' stands for all the rest."
             )
+    if "" in given and REST in given:
+        raise ValueError(f"{name} has the keys '' and {REST!r}, which logs would not tell apart.")
     return dict(given)
 
 
@@ -64,7 +68,9 @@ def owners(tree: PyTree, keys: Collection[str]) -> list[str]:
     unused = [repr(key) for key in keys if key and key not in {key for _, key in gradients}]
     if uncovered or unused:
         said = [_uncovered(uncovered)] if uncovered else []
-        said += [f"no parameter is under {listing(unused)}"] if unused else []
+        said += (
+            [f"no parameter is under {listing(unused)}, or none that is trained"] if unused else []
+        )
         raise ValueError(f"{' and '.join(said)}: {_keys(keys)}.")
     first = next(iter(keys))
     return [first if key is None else key for key in found]
@@ -131,5 +137,5 @@ def _check_layers(shape: tuple[int, ...], path: Any, x: Any) -> None:
     if shape and jnp.shape(x)[:1] != shape:
         raise ValueError(
             f"{path_name(path)} is {describe(x)}, but its group has a scale for each of {shape[0]} "
-            "layers: what belongs to no layer needs a key of its own."
+            "layers: give stacked the number of layers, and what belongs to none a key of its own."
         )

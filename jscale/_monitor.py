@@ -157,7 +157,8 @@ class Monitor:
         for name, scale in self._scales.items():
             now = scale.moves[-1][1] if scale.moves else math.nan
             seen = f"it was from 2^{scale.low:.4g} to 2^{scale.high:.4g}"
-            lines.append(f"the loss scale{_of([name])} is 2^{now:.4g}; {seen}")
+            of = f" of {name}" if name else ""
+            lines.append(f"the loss scale{of} is 2^{now:.4g}; {seen}")
         lines += [f"{a.severity}, {a.kind}, {a}" for a in self.advice] or ["no advice"]
         return "\n".join(lines)
 
@@ -188,7 +189,8 @@ class Monitor:
                 continue
             # What a lost loss does to the scale says nothing about the scale.
             part["overflow"] &= not lost_loss
-            moved[name] = self._follow(scale, step, gap, part, hidden)
+            unseen = hidden if len(parts) == 1 else 0  # of several, nobody knows whose they were
+            moved[name] = self._follow(scale, step, gap, part, unseen)
         # If one of several has moved, the others may overflow because of it.
         held = not any(moved[name] for name in moved if parts[name]["overflow"])
         for name in moved:
@@ -209,9 +211,9 @@ class Monitor:
         self._skipped, self._last = None, step - 1
 
     def _hidden_skips(self, row: dict[str, Any], parts: dict[str, dict[str, Any]]) -> int:
-        """Skips since the last row, of a single scale, in steps that were not shown."""
+        """Skips since the last row, in steps that were not shown."""
         total = _numbers(row, "skipped_steps")
-        if total is None or total.ndim or len(parts) != 1:
+        if total is None or total.ndim:
             return 0
         before, self._skipped = self._skipped, float(total)
         shown = any(part["skipped"] for part in parts.values())
@@ -318,7 +320,9 @@ class Monitor:
         new = [x for x in found if not (old := last(x[0])) or step - old.step > self._limits.repeat]
         if not new:
             return None
-        severity, text = words(kind, _of([name for name, _ in new]), new[0][1], self._losses)
+        first, *others = [name for name, _ in new]
+        severity, text = words(kind, f" of {first}" if first else "", new[0][1], self._losses)
+        text += f" The same goes for {listing(others)}." if others else ""
         advice = Advice(kind, step, severity, text, new[0][1])
         also = ["burst"] if kind == "falling" else []  # the same story
         self._said |= {(k, name): advice for name, _ in new for k in (kind, *also)}
@@ -327,10 +331,6 @@ class Monitor:
 
 def _base(key: str) -> str:
     return key.partition("/")[0] if isinstance(key, str) else ""
-
-
-def _of(names: list[str]) -> str:
-    return f" of {listing(names)}" if any(names) else ""
 
 
 def _numbers(row: Mapping[str, Any], *keys: str) -> np.ndarray | None:
@@ -367,7 +367,8 @@ def _parts(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         lost, slack = get("underflow", np.nan) + get("subnormal", 0), get("slack", np.nan)
         skipped = ~(finite > 0) & flagged
         for i in np.ndindex(scale.shape):
-            name = "/".join(map(str, (group or "*", *i) if i or group else ()))
+            name = "/".join(map(str, (group, *i) if group else i))
+            name = f"copy {name}" if i and not group else name
             parts[name] = {
                 "stack": group if group and i else None,
                 "scale": float(scale[i]),

@@ -245,10 +245,11 @@ def with_loss_scale(
       as optax's line searches do.
 
     Raises:
-      TypeError: `inner`, `rule` or `axis_name` has the wrong type.
-      ValueError: `skip` is neither; from `init`, if `inner` has a loss scale already; from
-        `update`, if the gradients do not match the parameters; from both, if a gradient is under no
-        key of a dict of rules, or a key over none.
+      TypeError: `inner`, `rule` or `axis_name` has the wrong type; from `update`, `loss=` or
+        `apply=` has, or the state is that of another rule or another `skip`.
+      ValueError: `skip` is neither, or a dict of rules has `off()`; from `init`, if `inner` has a
+        loss scale already; from `update`, if the gradients do not match the parameters; from both,
+        if a gradient is under no key of a dict of rules, or a key over none.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_loss_scale(optax.sgd(0.1), jscale.dynamic(8))
@@ -297,6 +298,11 @@ def with_loss_scale(
     def init(params: PyTree) -> LossScaleState:
         if not is_off:
             _warn_about_half(params)
+        if by_group and params is not _differentiated(params):
+            raise ValueError(
+                "optax.lookahead has two sets of parameters, which skip='own' cannot tell apart by "
+                "group: use skip='any'."
+            )
         owned = owners(_differentiated(params), rules) if several else []
         for key, one in unpack(rule_type).items():
             of_group = part(_differentiated(params), owned, key) if several else params

@@ -122,6 +122,12 @@ def _inputs(eqn: JaxprEqn) -> Iterator[Var]:
     return (x for x in eqn.invars if is_var(x))
 
 
+def _is_scalar(eqn: JaxprEqn) -> bool:
+    """Whether this computes numbers, such as the ratio of two scales, that cost nothing."""
+    scalar = all(shape(x) == () for x in eqn.outvars)
+    return scalar and _is_recomputed(eqn.primitive.name, eqn.params)
+
+
 def _is_edge(eqn: JaxprEqn) -> bool:
     """Whether only the derivative does anything, as at the edge of a `region`."""
     custom = eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
@@ -131,14 +137,14 @@ def _is_edge(eqn: JaxprEqn) -> bool:
 def _edges_first(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Edges that inputs of the program go through, with the scalars that they take; and the rest.
 
-    Weights that a region is given are inputs still, and no less at hand at a cut.
+    Weights that a region is given are inputs still, and no less at hand at a cut. In front of all
+    parts, they do not keep these from being alike.
     """
     maker = {x: eqn for eqn in eqns for x in eqn.outvars}
     first: dict[int, JaxprEqn] = {}
 
     def comes_first(eqn: JaxprEqn) -> bool:
-        scalar = all(shape(x) == () for x in eqn.outvars)
-        if not _is_edge(eqn) and not (scalar and _is_recomputed(eqn.primitive.name, eqn.params)):
+        if not _is_edge(eqn) and not _is_scalar(eqn):
             return False
         if not all(comes_first(maker[x]) for x in _inputs(eqn) if x in maker):
             return False
@@ -160,7 +166,7 @@ def _roots(eqns: Sequence[JaxprEqn]) -> dict[Var, frozenset[Var]]:
     for eqn in eqns:
         for x in eqn.outvars:
             roots[x] = frozenset([x])
-            if eqn.primitive.name in _TRIVIAL:
+            if eqn.primitive.name in _TRIVIAL or _is_edge(eqn) or _is_scalar(eqn):
                 origin = frozenset().union(*(roots.get(y, ()) for y in _inputs(eqn)))
                 if sum(map(nbytes, origin)) < nbytes(x):
                     roots[x] = origin
@@ -314,7 +320,8 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
     if any(look(eqn).random for eqn in body(jaxpr).eqns):
         jaxpr = _with_named_draws(jaxpr, look)
     inner = body(jaxpr)
-    edges, eqns = _edges_first(inner.eqns)
+    # A loop would store what goes through an edge in front of its parts once for each turn.
+    edges, eqns = ([], inner.eqns) if in_loop else _edges_first(inner.eqns)
     facts = [*map(look, eqns)]
     alone = [i for i, fact in enumerate(facts) if fact.alone]
     needed = {x for x in inner.outvars if is_var(x)}

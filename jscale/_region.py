@@ -92,7 +92,7 @@ def region(
             f"stop_nonfinite takes positions of arguments, got {stop_nonfinite!r}."
         ) from None
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())  # a module's attributes are not those of the region
     def wrapper(*args, **kwargs):
         if any(not 0 <= int(i) < len(args) for i in stopped):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._groups import REST
 from ._tree import PyTree, describe, path_name
 
 
@@ -114,16 +115,16 @@ def loss_scale(state: PyTree) -> Any:
 
 
 def metrics(state: PyTree) -> dict[str, jax.Array]:
-    """What to log each step: the same keys every time, all unscaled, all 0-d arrays.
+    """What to log each step: the same keys every time, all unscaled, all arrays.
 
     Args:
       state: as for `loss_scale`.
 
     Returns:
       `grad_scale` (the scale for the next step), `grad_norm`, `finite`, `loss_finite`,
-      `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` describes them.
+      `applied_steps`, `skipped_steps`, `consecutive_skips`, as `LossScaleState` has them; 0-d.
       Under `off`, `grad_scale` is 1 and `grad_norm`, which is not looked at, is absent. Of several
-      rules, `grad_scale/text`, `grad_norm/text` and so on (`grad_scale/*` under the key ''),
+      rules, `grad_scale/text`, `grad_norm/text` and so on (`grad_scale/rest` under ''),
       which under `stacked` are arrays; with `skip="own"` so are the flags and the counts, and
       `finite` itself says whether all were applied.
 
@@ -139,7 +140,7 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
         if isinstance(value, dict):
             if name == "finite":
                 out[name] = jnp.stack(list(value.values())).all(axis=0)
-            out |= {f"{name}/{key or '*'}": x for key, x in value.items()}
+            out |= {f"{name}/{key or REST}": x for key, x in value.items()}
         elif value is not None:
             out[name] = value
     return out

@@ -183,7 +183,8 @@ def test_in_a_stack_the_layer_that_comes_first_backwards_is_named():
 def test_a_scale_that_holds_because_another_one_falls_is_not_stuck():
     falling = [groups(True, True, (2.0**-i, 8.0)) for i in range(12)]
     assert listen(falling) == {}
-    assert listen([groups(True, True)] * 5)["stuck"].text.count("text, vision") == 1
+    stuck = listen([groups(True, True)] * 5)["stuck"].text
+    assert "the loss scale of text stayed at 8" in stuck and "goes for vision." in stuck
 
 
 def test_metrics_of_groups_layers_and_statistics_are_understood(standard_promotion):
@@ -212,7 +213,7 @@ def test_copies_under_vmap_are_judged_apart():
     rows = [
         {"grad_scale": np.array([8.0, 8.0]), "grad_norm": np.array([1.0, INF]), "loss": np.ones(2)}
     ] * 5
-    assert "the loss scale of */1 stayed" in listen(rows)["stuck"].text
+    assert "the loss scale of copy 1 stayed" in listen(rows)["stuck"].text
 
 
 def test_the_same_is_said_again_only_after_a_while():
