@@ -1,6 +1,6 @@
 """Float16 training in JAX: loss scaling as an optax wrapper, and the parts it is made of."""
 
-from . import checkpoint as checkpoint, interop as interop, presets as presets
+from . import checkpoint as checkpoint, interop as interop, plot as plot, presets as presets
 from ._advice import Advice, Thresholds
 from ._amp import Amp, amp
 from ._autocast import Explanation, Operation, autocast, explain
@@ -74,6 +74,7 @@ __all__ = [
     "loss_scale",
     "metrics",
     "off",
+    "plot",
     "presets",
     "region",
     "scale_loss",
