@@ -37,11 +37,12 @@ With jax 0.12.0.1:
       two scales, a region a layer       979  +21   37232.0 x1.0000    2105.2 x0.9882       219
       stacked                            983  +25   37572.2 x1.0091    2105.2 x0.9882       219
 
-A region adds two kernels at most, in a loop about one for each turn, but no product, no traffic and
-no memory. (What is left beside one scale are the 8 kernels of a second rule.) A scale for each layer
-costs no more than one for all of them, until there is clipping: the norm of each layer is not what
-clipping computes, so that it takes 4 kernels and one more read of the stack's gradients, however many
-layers there are. With `stop_nonfinite` there are six more for each layer, and 1.8 % more traffic.
+A region adds two kernels at most, in a loop about one for each turn, but no product, no traffic
+and no memory. (What is left beside one scale are the 8 kernels of a second rule.) A scale for each
+layer costs no more than one for all of them, until there is clipping: the norm of each layer is not
+what clipping computes, so that it takes 4 kernels and one more read of the stack's gradients,
+however many layers there are. With `stop_nonfinite` there are six more for each layer, and 1.8 %
+more traffic.
 """
 
 import dataclasses
