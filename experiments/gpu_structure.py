@@ -58,8 +58,8 @@ def plugin_library() -> pathlib.Path | None:
 
 
 @functools.cache
-def described_device(gpu: str):
-    """A compile-only device. The descriptions of the common GPUs are text inside the plugin."""
+def described_devices(gpu: str, topology: str = "1x1x1"):
+    """Compile-only devices. The descriptions of the common GPUs are text inside the plugin."""
     library = plugin_library()
     if library is None:
         sys.exit("The CUDA compiler is not installed: pip install '.[gpu-program]'.")
@@ -69,16 +69,20 @@ def described_device(gpu: str):
     if not fitting:
         sys.exit(f"This plugin describes no {gpu}: it needs jax 0.12 or newer.")
     make = lambda: topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=fitting[0]
+        platform="cuda", topology=topology, target_config=fitting[0]
     )
     try:
-        return make().devices[0]
+        return make().devices
     except Exception:
         # JAX does not offer a plugin that found no cuDNN; compiling needs none.
         from jax._src import xla_bridge
 
         xla_bridge.register_plugin("cuda", priority=500, library_path=str(library), options=None)
-        return make().devices[0]
+        return make().devices
+
+
+def described_device(gpu: str):
+    return described_devices(gpu)[0]
 
 
 def parameters():

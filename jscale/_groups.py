@@ -60,6 +60,9 @@ def owners(tree: PyTree, keys: Collection[str]) -> list[str]:
       ValueError: a gradient is under no key, or a key but '' is over none.
     """
     flat = jax.tree.leaves_with_path(tree)
+    if not any(is_gradient(path, x) for path, x in flat):
+        # Such as the placeholder for parameters of optax.tree_utils.tree_map_params.
+        return [next(iter(keys))] * len(flat)
     found = [_longest(path, keys) for path, _ in flat]
     gradients = [
         (path, key) for (path, x), key in zip(flat, found, strict=True) if is_gradient(path, x)

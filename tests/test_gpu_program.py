@@ -1,6 +1,7 @@
 """What compiled programs for an H200 pay for loss scales and for autocast. Needs no GPU."""
 
 import autocast_memory
+import collective_cost
 import gpu_structure
 import jax
 import jax.numpy as jnp
@@ -81,3 +82,21 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert together["products"] == apart["products"] == {"f16": 7}
     # Of the stacked matrices each turn reads its own, and XLA copies that out first.
     assert apart["traffic"] < together["traffic"] < 1.5 * apart["traffic"]
+
+
+@pytest.mark.parametrize(
+    "layout, clip, devices, layers",
+    [
+        ("data parallel", True, 8, 2),
+        ("FSDP", False, 8, 2),
+        ("FSDP", True, 8, 2),
+        ("FSDP", True, 8, 6),
+        ("FSDP", True, 32, 2),
+    ],
+)
+def test_a_scaled_step_sends_four_bytes_more(standard_promotion, layout, clip, devices, layers):
+    measure = lambda scaled: collective_cost.measure(layout, devices, layers, clip, scaled)
+    base, scaled = measure(False), measure(True)
+    # They ride on the all-reduce of the loss, and no gradient is gathered.
+    assert scaled.pop("small bytes") <= base.pop("small bytes") + 4
+    assert scaled == base

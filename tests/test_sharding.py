@@ -1,5 +1,7 @@
 """One decision on all devices: under jit with sharded arrays, in shard_map and in pmap."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -350,3 +352,234 @@ def test_as_large_a_gradient_fits_as_on_one_device(check_vma):
     fn = shard_map(run, make_mesh(4), (P(),), P(), check_vma)
     assert bool(fn(jnp.array([0, 1.5e19])))
     assert not bool(fn(jnp.array([0, 2e19])))
+
+
+# Whole steps, in each layout and with each kind of scaler
+
+LAYERS = 2
+PARAMS = {
+    "head": jnp.full((4, 1), 0.5),
+    "layers": jnp.stack([jnp.eye(4) + jnp.eye(4, k=1), jnp.eye(4) - jnp.eye(4, k=2)]),
+}
+
+
+def several(rule):
+    return {"head": rule, "layers": jscale.stacked(rule, LAYERS)}
+
+
+counting = jscale.dynamic(8, growth_interval=2)
+KINDS = {  # rule, options, accumulation
+    "one": (counting, {}, None),
+    "one, MultiSteps": (counting, {}, "MultiSteps"),
+    "several": (several(counting), {}, None),
+    "several, a loop": (several(counting), {}, "loop"),
+    "own, MultiSteps": (several(counting), {"skip": "own"}, "MultiSteps"),
+    "headroom": (several(jscale.headroom(init_scale=8, window=2)), {}, None),
+}
+
+
+def whole_halves(updates, params):
+    return jax.tree.map(lambda u: jnp.clip(jnp.round(2 * u) / 2, -0.5, 0.5), updates)
+
+
+def exact_optimizer(kind, clip=True, **kwargs):
+    """Parameters stay small multiples of 1/2, so that float16 rounds nothing."""
+    rule, options, accumulation = KINDS[kind]
+    inner = optax.chain(optax.sgd(1.0, momentum=0.5), optax.stateless(whole_halves))
+    if clip:
+        inner = optax.chain(optax.clip_by_global_norm(2.0**20), inner)
+    if accumulation == "MultiSteps":
+        inner = optax.MultiSteps(inner, 2)
+    return jscale.with_loss_scale(inner, rule, **options, **kwargs)
+
+
+def loss_of(params, x, scale):
+    """Two products in float16, each a region if it has a scale of its own, and a head."""
+    half = jnp.float16
+
+    def body(h, layer):
+        w, own = layer
+        fun = lambda w, h: (half(h) @ half(w)).astype(jnp.float32)
+        if own is not None:
+            fun = jscale.region(fun, own, scale["head"])
+        return fun(w, h), None
+
+    scales = scale["layers"] if isinstance(scale, dict) else None
+    h, _ = lax.scan(body, x, (params["layers"], scales))
+    return jnp.mean((half(h) @ half(params["head"])).astype(jnp.float32))
+
+
+def make_step(kind, tx, *, local=lambda p: p, whole=lambda p: p, average=lambda x: x):
+    """A step. In shard_map `local` is what one device differentiates, `whole` all of it."""
+    rule, _, accumulation = KINDS[kind]
+    root = "head" if isinstance(rule, dict) else None
+
+    def step(params, state, x, poison):
+        scale = jscale.loss_scale(state)
+        loss_fn = lambda params, x: loss_of(whole(params), x, scale)
+        value_and_grad = jscale.value_and_grad(loss_fn, scale, root=root)
+        own = local(params)
+        if accumulation == "loop":
+            parts = lax.map(lambda x: value_and_grad(own, x), x.reshape(2, -1, 4))
+            loss, grads = jax.tree.map(lambda x: x.mean(0), parts)
+        else:
+            loss, grads = value_and_grad(own, x)
+        loss, grads = average((loss, grads))
+        grads = jax.tree.map(jnp.add, grads, poison)
+        updates, state = tx.update(grads, state, params, loss=loss)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    return step
+
+
+def batches():
+    """Batches and what is added to the gradients: inf or NaN in one place, of one device."""
+    x = jnp.asarray(np.random.RandomState(0).randint(-1, 2, (16, 4)), jnp.float32)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    yield x, zeros
+    yield x.at[13, 2].set(1e6), zeros  # inf in float16, in the batch of one device
+    yield x, zeros
+    yield x, zeros | {"layers": zeros["layers"].at[1, 3, 1].set(INF)}  # in one shard
+    yield x, zeros | {"head": zeros["head"].at[1, 0].set(NAN)}
+    yield x, zeros
+
+
+@functools.cache
+def on_one_device(kind, clip=True):
+    tx = exact_optimizer(kind, clip)
+    step = jax.jit(make_step(kind, tx))
+    params, state, seen = PARAMS, tx.init(PARAMS), []
+    for batch in batches():
+        params, state, loss, grads = step(params, state, *batch)
+        seen.append(jax.device_get((params, state, loss, grads)))
+    m = jscale.metrics(seen[-1][1])
+    skipped = [m[key] for key in m if key.startswith("skipped_steps")]
+    assert 2 <= max(skipped) <= 3 and not any(np.isnan(p).any() for p in seen[-1][0].values())
+    return seen
+
+
+def assert_every_device_has(got, want, but=()):
+    """Where it is not finite, inf and NaN may differ: the sum is taken in another order."""
+
+    def check(path, got, want):
+        name = jax.tree_util.keystr(path)
+        if any(part in name for part in but):
+            return
+        plain = lambda x: np.where(np.isfinite(x), x, np.inf)
+        # An average of eight equal norms may round once.
+        rtol = 2.0**-23 if "grad_norm" in name else 0
+        for shard in got.addressable_shards:
+            here, there = plain(shard.data), plain(want[shard.index])
+            if not np.array_equal(here, there):
+                np.testing.assert_allclose(here, there, rtol, err_msg=f"{name}, {shard.device}")
+
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map_with_path(check, got, want)
+
+
+LAYOUTS = {  # mesh, head, layers, batch
+    "data": ((8,), P(), P(), P("data")),
+    "fsdp": ((4,), P("data"), P(None, "data"), P("data")),
+    "tensor": ((1, 4), P("model"), P(None, None, "model"), P("data")),
+    "data_model": ((4, 2), P("model"), P(None, "data", "model"), P("data")),
+}
+
+
+@pytest.mark.parametrize(
+    "layout, kind",
+    [("data_model", kind) for kind in KINDS]
+    + [("data", "one, MultiSteps"), ("fsdp", "own, MultiSteps"), ("fsdp", "several, a loop")]
+    + [("tensor", "several, a loop")],
+)
+def test_every_layout_trains_as_one_device(standard_promotion, layout, kind):
+    shape, head, layers, data = LAYOUTS[layout]
+    mesh = make_mesh(*shape, names=("data", "model")[: len(shape)])
+    place = lambda tree, spec: jax.device_put(
+        tree, jax.tree.map(lambda s: NamedSharding(mesh, s), spec)
+    )
+    specs = {"head": head, "layers": layers}
+    tx = exact_optimizer(kind)
+    step = jax.jit(make_step(kind, tx))
+    params = place(PARAMS, specs)
+    state = tx.init(params)
+    for (x, poison), want in zip(batches(), on_one_device(kind), strict=True):
+        params, state, *rest = step(params, state, place(x, data), place(poison, specs))
+        assert_every_device_has((params, state, *rest), want)
+        if layout != "data":
+            assert not params["layers"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    "kind, check_vma",
+    [
+        ("one, MultiSteps", True),
+        ("one, MultiSteps", False),
+        ("several, a loop", True),
+        ("several, a loop", False),
+        ("headroom", False),
+    ],
+)
+def test_data_parallel_steps_in_shard_map_are_those_of_one_device(
+    standard_promotion, kind, check_vma
+):
+    tx = exact_optimizer(kind, axis_name="data")
+    step = make_step(
+        kind,
+        tx,
+        local=lambda params: lax.pcast(params, "data", to="varying"),
+        average=lambda x: lax.pmean(x, "data"),
+    )
+    fn = shard_map(step, make_mesh(8), (P(), P(), P("data"), P()), P(), check_vma)
+    params, state = PARAMS, tx.init(PARAMS)
+    for batch, want in zip(batches(), on_one_device(kind), strict=True):
+        params, state, *rest = fn(params, state, *batch)
+        assert_every_device_has((params, state, *rest), want)
+
+
+@pytest.mark.parametrize(
+    "kind, check_vma", [("several, a loop", True), ("several, a loop", False), ("headroom", True)]
+)
+def test_sharded_parameters_in_shard_map_train_as_on_one_device(kind, check_vma):
+    # No clipping here: inside shard_map optax's takes the norm of one device's part.
+    tx = exact_optimizer(kind, clip=False, axis_name="data")
+    specs = {"head": P("data"), "layers": P(None, "data")}
+
+    def average(loss_and_grads):
+        loss, grads = loss_and_grads
+        # The gradients of what was gathered are summed up and scattered by JAX.
+        return lax.pmean(loss, "data"), jax.tree.map(lambda g: g / 4, grads)
+
+    def whole(params):
+        gather = lambda x, axis: lax.all_gather(x, "data", axis=axis, tiled=True)
+        return {"head": gather(params["head"], 0), "layers": gather(params["layers"], 1)}
+
+    step = make_step(kind, tx, whole=whole, average=average)
+    by_shape = {PARAMS[name].shape: spec for name, spec in specs.items()}
+    state_specs = jax.tree.map(
+        lambda x: by_shape.get(x.shape, P()), jax.eval_shape(tx.init, PARAMS)
+    )
+    fn = shard_map(
+        step,
+        make_mesh(4),
+        (specs, state_specs, P("data"), specs),
+        (specs, state_specs, P(), specs),
+        check_vma,
+    )
+    params, state = PARAMS, tx.init(PARAMS)
+    # Without check_vma the parts' norms are averaged, since JAX does not say what is a part.
+    but = () if check_vma else ("grad_norm",)
+    for batch, want in zip(batches(), on_one_device(kind, clip=False), strict=True):
+        params, state, *rest = fn(params, state, *batch)
+        assert_every_device_has((params, state, *rest), want, but)
+
+
+@pytest.mark.parametrize("kind", ["one, MultiSteps", "several"])
+def test_steps_in_pmap_are_those_of_one_device(standard_promotion, kind):
+    tx = exact_optimizer(kind, axis_name="data")
+    step = make_step(kind, tx, average=lambda x: lax.pmean(x, "data"))
+    fn = jax.pmap(step, axis_name="data", devices=jax.devices()[:4])
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 4), tree)
+    params, state = stack((PARAMS, tx.init(PARAMS)))
+    for (x, poison), want in zip(batches(), on_one_device(kind), strict=True):
+        params, state, *rest = fn(params, state, x.reshape(4, 4, 4), stack(poison))
+        assert_every_device_has((params, state, *rest), jax.device_get(stack(want)))
