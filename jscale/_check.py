@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ._arguments import as_count
-from ._groups import REST
+from ._groups import shown
 from ._state import by_rule, find_state
 from ._tree import PyTree
 
@@ -90,7 +90,9 @@ def _parts(found: dict[str, Any], rule: dict[str, Any], copy: tuple[int, ...]) -
             where = copy + layer
             parts.append(
                 _Part(
-                    name=" of " + "/".join(map(str, (key or REST, *layer))) if several else "",
+                    name=" of " + "/".join(map(str, (shown(key, several), *layer)))
+                    if several
+                    else "",
                     scale=scale[layer],
                     skips=skips,
                     overflow=norm is not None and not np.isfinite(norm[where]),

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from ._arguments import did_you_mean
 from ._tree import PyTree, describe, is_gradient, listing, path_name, path_parts
 
-REST = "rest"  # what the group '' is called in logs and messages
+
+def shown(key: str, keys: Collection[str] = ()) -> str:
+    """What a group is called in logs and messages."""
+    return key or ("*" if "rest" in keys else "rest")
 
 
 def as_groups(name: str, given: Any) -> dict[str, Any]:
@@ -22,8 +25,6 @@ def as_groups(name: str, given: Any) -> dict[str, Any]:
                 f"{name} has a key {key!r}: keys are prefixes of parameter paths such as "
                 "'vision' or 'text/decoder', and '' stands for all the rest."
             )
-    if "" in given and REST in given:
-        raise ValueError(f"{name} has the keys '' and {REST!r}, which logs would not tell apart.")
     return dict(given)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._groups import REST
+from ._groups import shown
 from ._plot_run import legend, text
 from ._stats import LIMIT, NORMAL, ZERO, Stats
 from ._tree import describe
@@ -44,7 +44,7 @@ def as_rows(found: Any, loss_scale: Any) -> list[Row]:
             raise ValueError(f"loss_scale must be positive and finite, got {own}.")
         zeros, counts, lost = (np.float64(x) for x in jax.device_get(counted))
         bits = np.broadcast_to(np.log2(own), zeros.shape).reshape(-1)
-        label = (name or REST) if len(given) > 1 else name
+        label = shown(name, given) if len(given) > 1 else name
         row = Row(label, zeros.reshape(-1), counts.reshape(-1, 255), lost.reshape(-1), bits)
         result.append(row)
     return result

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._groups import REST
+from ._groups import shown
 from ._tree import PyTree, describe, path_name
 
 
@@ -140,7 +140,7 @@ def metrics(state: PyTree) -> dict[str, jax.Array]:
         if isinstance(value, dict):
             if name == "finite":
                 out[name] = jnp.stack(list(value.values())).all(axis=0)
-            out |= {f"{name}/{key or REST}": x for key, x in value.items()}
+            out |= {f"{name}/{shown(key, value)}": x for key, x in value.items()}
         elif value is not None:
             out[name] = value
     return out

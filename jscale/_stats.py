@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ._arguments import scale_array
-from ._groups import REST, as_groups, check_layers, owners, part
+from ._groups import as_groups, check_layers, owners, part, shown
 from ._tree import PyTree, describe, is_gradient, path_name
 
 # float16: to zero below 2^-25, with fewer bits below 2^-14, to inf from 2^16 on (65520, to be
@@ -92,9 +92,7 @@ class Stats(NamedTuple):
             "headroom": LIMIT - 1 - largest - bits,
             "slack": self.quantile(_TAIL) - NORMAL + bits,
         }
-        return {
-            f"{name}/{key or REST}" if key is not None else name: x for name, x in found.items()
-        }
+        return {f"{name}/{shown(key)}" if key is not None else name: x for name, x in found.items()}
 
     def _e(self) -> jax.Array:
         return jnp.broadcast_to(jnp.arange(255, dtype=jnp.float32) - _BIAS, self.exponents.shape)
