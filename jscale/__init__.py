@@ -10,6 +10,7 @@ from ._forecast import Forecast
 from ._grad import grad, scale_loss, unscale, value_and_grad
 from ._locate import locate
 from ._location import Fault, Location, Underflow
+from ._master import MasterWeightsState, with_master_weights
 from ._monitor import Monitor
 from ._optimizer import with_loss_scale
 from ._policy import Policy
@@ -46,6 +47,7 @@ __all__ = [
     "Location",
     "LogNormalState",
     "LossScaleState",
+    "MasterWeightsState",
     "Monitor",
     "Observation",
     "OffState",
@@ -86,4 +88,5 @@ __all__ = [
     "unscale",
     "value_and_grad",
     "with_loss_scale",
+    "with_master_weights",
 ]

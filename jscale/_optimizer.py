@@ -13,6 +13,7 @@ import optax
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
 from ._finite import choose, everywhere, global_norm
 from ._groups import as_groups, check_layers, owners, part
+from ._master import MasterWeightsState
 from ._rules import Observation, OffState, ScaleRule, as_rule, dynamic
 from ._state import LossScaleState, find_all
 from ._tree import (
@@ -165,7 +166,7 @@ def _warn_about_half(params: PyTree) -> None:
         warnings.warn(
             f"parameters in float16: {listing(half)}. Updates below 2^-11 of a weight are rounded "
             "away: keep them in float32 and cast inside the loss function, e.g. with "
-            "jscale.Policy.cast_to_compute.",
+            "jscale.Policy.cast_to_compute, or wrap the optimizer in jscale.with_master_weights.",
             stacklevel=3,
         )
 
@@ -296,8 +297,6 @@ def with_loss_scale(
     is_off = isinstance(rule_type, OffState)
 
     def init(params: PyTree) -> LossScaleState:
-        if not is_off:
-            _warn_about_half(params)
         if by_group and params is not _differentiated(params):
             raise ValueError(
                 "optax.lookahead has two sets of parameters, which skip='own' cannot tell apart by "
@@ -308,6 +307,9 @@ def with_loss_scale(
             of_group = part(_differentiated(params), owned, key) if several else params
             check_layers(one.loss_scale.shape, of_group)
         inner_state = tx.init(params if is_off else _f32(params))
+        kept = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+        if not is_off and not any(isinstance(x, MasterWeightsState) for x in kept):
+            _warn_about_half(params)
         if nested := find_all(inner_state):
             where = ", ".join(path_name(path) for path, _ in nested)
             raise ValueError(
