@@ -14,7 +14,7 @@ from ._plot_run import Run
 
 _KEPT = {"grad_scale", "grad_norm", "finite", "loss_finite", "skipped_steps"}
 _KEPT |= {"underflow", "subnormal", "headroom", "slack"}
-_KEYS, _COLUMNS, _BURSTS, _LISTED = 10_000, 256, 200, 5
+_KEYS, _COLUMNS, _BURSTS, _LISTED = 10_000, 1024, 200, 5
 # Rows that the monitor reads, in some 0.1 ms each, before it is shown a part of them.
 _QUIET, _LOUD = 5_000, 50_000
 
@@ -32,7 +32,7 @@ class Digest:
         self.restarts: list[tuple[int, int]] = []
         self.last: dict[str, Any] = {}
         self.count = self.breaks = self.backs = self.unnumbered = self.shown = 0
-        self.quiet = self.loud = 0
+        self.quiet = self.loud = self.refused = 0
         self.after = False
 
     def add(self, row: Any) -> None:
@@ -46,7 +46,9 @@ class Digest:
         for key, x in row.items():
             if key not in self.wanted and len(self.wanted) < _KEYS:
                 own = key == self.loss or key.partition("/")[0] in _KEPT
-                self.wanted[key] = own and sum(self.wanted.values()) < _COLUMNS
+                room = sum(self.wanted.values()) < _COLUMNS or key == self.loss
+                self.wanted[key] = own and room
+                self.refused += own and not room
             if self.wanted.get(key) and (value := number(x)) is not None:
                 found[key] = value
         if not found:
@@ -159,6 +161,11 @@ def problems(digest: Digest, run: Run) -> list[str]:
     if digest.breaks:
         more = "…" * (digest.breaks > _LISTED)
         found.append(f"Not readable: {', '.join(digest.broken)}{more} ({digest.breaks:,} in all).")
+    if digest.refused:
+        found.append(
+            f"{digest.refused:,} of the columns beyond {_COLUMNS:,} were not read: log layers as "
+            "lists, or fewer of their statistics."
+        )
     others = [key for key, own in digest.wanted.items() if not own and key not in STEP_KEYS]
     keys = f"; other keys are {', '.join(others)[:500]}" if others else ""
     if not run.scales:

@@ -58,9 +58,10 @@ def locate(
     compiled step.
 
     Args:
-      fun: as for `value_and_grad`.
+      fun: what the step differentiates, `autocast` included; as for `value_and_grad`.
       *args, **kwargs: what `fun` is called with.
-      scale: the loss scale, or a dict of several, as for `value_and_grad`.
+      scale: the loss scale of that step, from before its update, which lowered it; or a dict of
+        several, as for `value_and_grad`.
       argnums, has_aux, root, transform: as for `value_and_grad`.
       underflow: from which share on a loss of values to zero is reported. None does not look for
         it, and then loops run compiled, and turn by turn only if inf or NaN come out.

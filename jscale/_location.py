@@ -143,7 +143,11 @@ class Location(NamedTuple):
 
     def __str__(self) -> str:
         if self.first is None:
-            parts = ["the loss and all gradients are finite"]
+            parts = [
+                "the loss and all gradients are finite",
+                "if the step was skipped: was this what it differentiates, autocast included, and "
+                "its scale, from before the update?",
+            ]
         else:
             more = f" and {len(self.nonfinite) - 5} more" if len(self.nonfinite) > 5 else ""
             parts = [f"not finite: {', '.join(self.nonfinite[:5])}{more}; first", str(self.first)]

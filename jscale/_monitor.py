@@ -131,6 +131,11 @@ class Monitor:
         known = {k: x for k, x in metrics.items() if k == self._loss or _base(k) in _READ}
         if any(isinstance(x, jax.core.Tracer) for x in (step, *known.values())):
             raise TypeError("Monitor.update reads numbers, so call it outside jit and scan.")
+        if not isinstance(step, jax.Array):
+            try:
+                step = int(step)
+            except (TypeError, ValueError):
+                raise TypeError(f"step must be a whole number, got {describe(step)}.") from None
         self._pending.append((step, known))
         return self.flush() if len(self._pending) >= self._every else []
 
@@ -151,6 +156,11 @@ class Monitor:
         self.flush()
         if self._last is None:
             return "no metrics were seen"
+        if not self._scales and not self._losses and not self.advice:
+            return (
+                f"{self._seen} steps seen, but none of their metrics are known: Monitor reads what "
+                f"jscale.metrics returns, grad_scale and so on, and the loss as {self._loss!r}"
+            )
         lines = [f"{self._seen} steps seen, up to {self._last}; {self._skips} skipped"]
         if self._losses:
             lines.append(f"the loss is {self._losses[-1][1]:.4g}")

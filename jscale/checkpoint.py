@@ -138,6 +138,11 @@ def attach(state: PyTree, saved: PyTree, *, version: int = VERSION) -> PyTree:
         if hasattr(value, "dtype") and not isinstance(value, jax.Array | np.ndarray | np.generic):
             what = f"a {type(value).__name__} at {path_name(path)}"
             raise TypeError(f"saved must hold arrays, and has {what}: restore it first.")
+    if find_all(saved) and not find_all(state):
+        raise ValueError(
+            "saved has a scaler and state has none: attach(tx.init(params), saved) takes them in "
+            "that order, and detach takes a scaler off."
+        )
     by_group = isinstance(find_state(state)[0]["finite"], dict)
     at = _name(find_all(state)[0][0])
     fields = {name[len(at) :] for name in stored if name[: len(at)] == at and name != at}

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._plot_range import COLORS, DASHES, as_rows, draw_exponents, draw_layers
-from ._plot_run import Log, draw_loss, draw_scale, read
+from ._plot_run import Log, Run, draw_loss, draw_scale, read
 from ._stats import Stats
+from ._tree import listing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +63,18 @@ def style() -> Iterator[None]:
         yield
 
 
+def _known(log: Log, loss: str = "loss", *, or_scale: bool = True) -> Run:
+    """What can be drawn of a log, which may be nearly empty, but not about something else."""
+    run = read(log, loss)
+    keys = set(log) if isinstance(log, Mapping) else {key for row in log for key in row}
+    if keys - {"step"} and not len(run.loss) and not (or_scale and run.scales):
+        raise ValueError(
+            f"log has no {loss!r}{' and no grad_scale' if or_scale else ''}, but "
+            f"{listing(sorted(map(str, keys)))}: is it logged by another name?"
+        )
+    return run
+
+
 @style()
 def scale(log: Log, ax: "Axes | None" = None) -> "Figure":
     """The loss scale over time, of each group, with the steps at which it grew or was skipped.
@@ -82,7 +95,7 @@ def scale(log: Log, ax: "Axes | None" = None) -> "Figure":
     ['loss scale', 'grown', '1 skipped']
     """
     figure, axes = _axes(ax)
-    draw_scale(read(log), axes, outside=ax is None)
+    draw_scale(_known(log), axes, outside=ax is None)
     return figure
 
 
@@ -99,7 +112,7 @@ def loss(log: Log, ax: "Axes | None" = None, *, loss: str = "loss") -> "Figure":
     'loss'
     """
     figure, axes = _axes(ax)
-    draw_loss(read(log, loss), axes, loss, outside=ax is None)
+    draw_loss(_known(log, loss, or_scale=False), axes, loss, outside=ax is None)
     return figure
 
 
@@ -119,7 +132,7 @@ def loss_and_scale(
     >>> [ax.get_ylabel() for ax in jscale.plot.loss_and_scale(log).axes]
     ['loss', 'loss scale']
     """
-    run, outside = read(log, loss), axes is None
+    run, outside = _known(log, loss), axes is None
     if axes is None:
         from matplotlib.figure import Figure
 

@@ -327,3 +327,11 @@ def test_a_diverging_run_is_told_before_float16_fails(rule, step):
     }
     assert found["falling"] <= step
     assert min(found.values()) < 474
+
+
+def test_metrics_by_other_names_are_not_called_healthy():
+    monitor = jscale.Monitor(every=1)
+    monitor.update(0, {"train/loss": np.nan, "train/grad_scale": 1.0})
+    assert "none of their metrics are known" in monitor.report()
+    with pytest.raises(TypeError, match="step must be a whole number, got None"):
+        monitor.update(None, {"loss": 1.0})

@@ -324,3 +324,9 @@ def test_without_matplotlib_one_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.style", None)
     with pytest.raises(ImportError, match=r"pip install 'jscale\[plot\]'"):
         plot.scale(RUN)
+
+
+@pytest.mark.parametrize("draw", [plot.scale, plot.loss, plot.loss_and_scale])
+def test_a_log_about_something_else_is_refused(draw):
+    with pytest.raises(ValueError, match="log has no 'loss'.*, but a, step: is it logged by"):
+        draw([{"step": 1, "a": 1.0}] * 3)
