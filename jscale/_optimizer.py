@@ -381,9 +381,7 @@ def with_loss_scale(
                     f"or a step could not be skipped: {difference}."
                 )
             flat, treedef = jax.tree.flatten(updates)
-            flags = (
-                map(finite.get, owners(updates, rules)) if by_group else itertools.repeat(finite)
-            )
+            flags = map(finite.get, owned) if by_group else itertools.repeat(finite)
             updates = jax.tree.unflatten(treedef, map(_nothing, flat, flags))
             inner_state = jax.tree.map(choose, finite, inner_state, state.inner)
 

@@ -594,6 +594,17 @@ def test_check_looks_for_the_group_that_is_to_blame(skip):
         check(free, free, [(1, 1)], loss=NAN)
 
 
+def test_what_is_no_gradient_needs_no_key_whatever_the_optimizer_makes_of_it():
+    params = {"text": jnp.ones(2), "step": jnp.int32(3)}
+    tx = jscale.with_loss_scale(optax.stateless(to_floats), {"text": dynamic()}, skip="own")
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["step"].dtype == jnp.float32
+
+
+def to_floats(updates, params=None):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), updates)
+
+
 def test_check_names_the_layer(update):
     with pytest.raises(FloatingPointError, match="the loss scale of layers/1 is 0.00390625"):
         jscale.check(states(update, "own", [{1}] * 20), max_skips=5)
