@@ -85,6 +85,21 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
     return jnp.sqrt(total)
 
 
+def in_one_kernel(flags: PyTree) -> PyTree:
+    """`flags`, such that XLA's GPU compiler computes all that depends on the scalar ones at once.
+
+    It merges computations that read the same array, but not those that read the same scalar: each
+    count of the state would be a kernel of its own. The barrier lasts until they are merged.
+    """
+    flat, treedef = jax.tree.flatten(flags)
+    scalars = [flag for flag in flat if flag.ndim == 0]
+    # Twice, since what only slices the array would not be merged.
+    array = lax.optimization_barrier(jnp.stack(2 * scalars))
+    pairs = zip(array[: len(scalars)], array[len(scalars) :], strict=True)
+    merged = [flag if flag.ndim else jnp.logical_and(*next(pairs)) for flag in flat]
+    return jax.tree.unflatten(treedef, merged)
+
+
 def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Whether `flag` holds on all devices of `axes`."""
     return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
-from ._finite import choose, everywhere, global_norm
+from ._finite import choose, everywhere, global_norm, in_one_kernel
 from ._groups import as_groups, check_layers, owners, part
 from ._master import MasterWeightsState
 from ._rules import Observation, OffState, ScaleRule, as_rule, dynamic
@@ -385,12 +385,13 @@ def with_loss_scale(
             updates = jax.tree.unflatten(treedef, map(_nothing, flat, flags))
             inner_state = jax.tree.map(choose, finite, inner_state, state.inner)
 
+        flags = finite, clean, learns, loss_finite
+        finite, clean, learns, loss_finite = in_one_kernel(flags)
         new_rules = {}
         for key, old in unpack(state.rule).items():
             observation = Observation(clean[key], loss, seen[key], axes)
             new = _next_rule_state(rules[key], old, observation)
             new_rules[key] = choose(learns[key], new, old) if key in learns else new
-        # Added, not selected: XLA makes one kernel fewer of it.
         count = lambda flag, n: n + flag.astype(n.dtype)
         return updates, LossScaleState(
             rule=pack(new_rules),
