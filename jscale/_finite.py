@@ -107,14 +107,15 @@ def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _pick(finite: jax.Array, path: Any, n: Any, o: Any) -> Any:
     if hasattr(n, "dtype") or hasattr(o, "dtype"):
-        kept = jnp.asarray(o)
+        array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+        kept, n = array(o), array(n)
         if kept.dtype != getattr(o, "dtype", kept.dtype):
             raise ValueError(
                 f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
                 "enable jax_enable_x64, or make it a narrower array."
             )
-        n = jnp.asarray(n)
-        return jnp.where(finite, n if n.dtype == kept.dtype else n.astype(kept.dtype), kept)
+        n = n if n.dtype == kept.dtype else n.astype(kept.dtype)
+        return lax.select(finite, n, kept)
     if n is o or n == o:
         return o
     raise ValueError(

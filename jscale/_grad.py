@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._arguments import check_real_scalar, scale_array
 from ._groups import as_groups, map_groups, owners, root_of
-from ._tree import PyTree, at_least_f32, describe
+from ._tree import PyTree, at_least_f32, describe, map_inexact, overwritten
 
 _REMEDY = "pass jscale.loss_scale(opt_state), or a number"
 
@@ -74,7 +74,7 @@ def unscale(
 
     def divide(x, scale):
         x = at_least_f32(x)
-        return x / scale.astype(x.dtype)
+        return x / (scale if scale.dtype == x.dtype else scale.astype(x.dtype))
 
     return map_groups(divide, tree, scales)
 
@@ -172,6 +172,10 @@ def value_and_grad(
         if isinstance(loss_scale, Mapping):  # or only the optimizer would tell of a misspelt key
             owners(grads, loss_scale)
         grads = unscale(grads, used)
+        if remembered := overwritten(grads):
+            # fp8 layers clip inf, so that it shows in what they remember alone.
+            seen = jnp.stack([jnp.all(jnp.isfinite(x)) for x in remembered]).all()
+            grads = map_inexact(lambda _, g: jnp.where(seen, g, jnp.nan), grads)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     return wrapper

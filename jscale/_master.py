@@ -1,25 +1,27 @@
 """Parameters in half precision, with float32 copies in the optimizer state."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._tree import PyTree, at_least_f32, describe, is_inexact, map_inexact, strong
+from ._tree import PyTree, at_least_f32, describe, is_gradient, map_inexact, path_name, strong
 
 
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master: the parameters in float32; the ones of the model are these, rounded.
+      master: float32 copies of the parameters that are narrower, which are these, rounded; None in
+        the place of all others.
       inner: state of the wrapped optimizer.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> tx = jscale.with_master_weights(optax.sgd(0.1))
-    >>> tx.init({"w": jnp.ones(2, jnp.float16)}).master["w"].dtype
-    dtype('float32')
+    >>> tx.init({"gain": jnp.ones(2), "w": jnp.ones(2, jnp.float16)}).master
+    {'gain': None, 'w': Array([1., 1.], dtype=float32)}
     """
 
     master: PyTree
@@ -29,16 +31,29 @@ class MasterWeightsState(NamedTuple):
 def with_master_weights(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` on float32 copies of the parameters, which themselves may be float16 or bfloat16.
+    """`inner` on float32 copies of the parameters that are float16 or bfloat16.
 
-    In float16 an update below 2^-11 of a weight is rounded away, and with a small learning rate
+    In float16 an update below 2^-12 of a weight is rounded away, and with a small learning rate
     weights stop moving. Here updates add up in float32, and `optax.apply_updates` gives the model
-    the sum, rounded once. As apex's O2 level and DeepSpeed do it, at 4 bytes a weight: models that
-    are float32 and cast in the forward pass, as under `autocast`, need no copies.
+    the sum, rounded. As apex's O2 level and DeepSpeed do it; what is float32 already has no copy.
 
-    Put it inside `with_loss_scale`, so that a skipped step leaves the copies as they are, and save
-    the state with the checkpoint: the copies are the parameters. Whoever changes parameters outside
-    the optimizer must make a new state. The copies are sharded as the state of `inner` is.
+    Put it around `with_loss_scale`, so that all in there sees float32; a skipped step leaves copies
+    and parameters as they are. Copies are sharded as their parameters are. Whoever changes
+    parameters outside the optimizer must make a new state.
+
+    The parameters in float32, for a checkpoint or an evaluation, and the way back from a checkpoint
+    of `full` and `state.inner`, which is that of the same training without copies:
+
+        full = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
+
+        params = jax.tree.map(lambda p, x: x.astype(p.dtype), params, full)
+        master = jax.tree.map(lambda p, x: None if p.dtype == x.dtype else x, params, full)
+        state = jscale.MasterWeightsState(master, inner)
+
+    A copy above 65504 is inf in float16, and every step is skipped from then on, which `check`
+    reports. Where a weight changes by more than a factor of two in one step, float32 may not hold
+    the update, and the parameter misses its rounded copy by a last bit or by 2^-24 of what it was,
+    until the next step.
 
     Args:
       inner: the optimizer, which sees float32 parameters and gradients.
@@ -49,11 +64,12 @@ def with_master_weights(
 
     Raises:
       TypeError: `inner` is no optimizer.
-      ValueError: `update` was called without parameters.
+      ValueError: `update` was called without parameters, or with some that have become float32, as
+        `eqx.apply_updates` makes them.
 
     >>> import jax.numpy as jnp, jscale, optax
     >>> params = jnp.ones(1, jnp.float16)
-    >>> tx = jscale.with_master_weights(optax.sgd(1e-4))
+    >>> tx = jscale.with_master_weights(jscale.with_loss_scale(optax.sgd(1e-4)))
     >>> state = tx.init(params)
     >>> for _ in range(100):   # 1 - 1e-4 is 1 in float16
     ...     updates, state = tx.update(jnp.ones(1), state, params)
@@ -69,26 +85,42 @@ def with_master_weights(
     tx = optax.with_extra_args_support(inner)
     wide = lambda tree: map_inexact(lambda _, x: at_least_f32(x), tree)
 
+    def copy(path: Any, p: Any) -> Any:
+        full = at_least_f32(p) if is_gradient(path, p) else p
+        return full if is_gradient(path, p) and full.dtype != jnp.asarray(p).dtype else None
+
     def init(params):
-        # Copies, also of what is float32: no buffer may be in the parameters and the state.
-        master = jax.tree.map(lambda x: jnp.array(x) if is_inexact(x) else x, wide(params))
-        return MasterWeightsState(master, jax.tree.map(strong, tx.init(master)))
+        # Widened twice: no buffer may be in the copies and in the state of inner.
+        inner_state = jax.tree.map(strong, tx.init(wide(params)))
+        return MasterWeightsState(jax.tree.map_with_path(copy, params), inner_state)
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError("with_master_weights rounds to the parameters: pass them to update.")
-        updates, inner_state = tx.update(wide(updates), state.inner, state.master, **extra_args)
-        master = optax.apply_updates(state.master, updates)
+        full = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
+        updates, inner_state = tx.update(wide(updates), state.inner, full, **extra_args)
 
-        def step(p, new):
-            if p is None or not is_inexact(p):
-                return new
-            # What brings p to the rounded copy: float32 holds the difference, unless a weight falls
-            # to less than 2^-14 of itself.
-            return new.astype(p.dtype).astype(new.dtype) - p.astype(new.dtype)
+        def move(path, p, m, u):
+            if m is None or u is None:
+                return m
+            if p.dtype == m.dtype:
+                raise ValueError(
+                    f"{path_name(path)} is {describe(p)}, but was narrower: "
+                    "apply updates with optax.apply_updates, which keeps dtypes."
+                )
+            return optax.apply_updates(m, u)
 
-        is_none = lambda x: x is None
-        steps = jax.tree.map(step, params, master, is_leaf=is_none)
-        return steps, MasterWeightsState(master, inner_state)
+        def step(path, p, m, u):
+            if m is None or u is None:
+                return u
+            # Rounded here already, or p + (m - p) would be rounded twice. (As it is on GPUs, where
+            # XLA leaves out a cast there and back.)
+            rounded = m.astype(p.dtype)
+            # -0.0 adds nothing, not even to -0.0 and inf.
+            return jnp.where(rounded == p, -0.0, rounded.astype(m.dtype) - p.astype(m.dtype))
+
+        each = functools.partial(jax.tree.map_with_path, is_leaf=lambda x: x is None)
+        master = each(move, params, state.master, updates)
+        return each(step, params, master, updates), MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

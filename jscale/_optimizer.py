@@ -1,6 +1,5 @@
 """The optax wrapper: apply the step or skip it, then adjust the scale."""
 
-import functools
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
@@ -97,7 +97,7 @@ def _f32(tree: PyTree) -> PyTree:
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
-    return jnp.where(finite, x, -jnp.zeros((), x.dtype)) if number else x
+    return jnp.where(finite, x, np.array(-0.0).astype(x.dtype)) if number else x
 
 
 def _unshared(tree: PyTree, params: PyTree) -> PyTree:
@@ -164,9 +164,9 @@ def _warn_about_half(params: PyTree) -> None:
     half = [path_name(path) for path, x in flat if getattr(x, "dtype", None) == jnp.float16]
     if half:
         warnings.warn(
-            f"parameters in float16: {listing(half)}. Updates below 2^-11 of a weight are rounded "
+            f"parameters in float16: {listing(half)}. Updates below 2^-12 of a weight are rounded "
             "away: keep them in float32 and cast inside the loss function, e.g. with "
-            "jscale.Policy.cast_to_compute, or wrap the optimizer in jscale.with_master_weights.",
+            "jscale.Policy.cast_to_compute, or put jscale.with_master_weights around this.",
             stacklevel=3,
         )
 
@@ -308,7 +308,12 @@ def with_loss_scale(
             check_layers(one.loss_scale.shape, of_group)
         inner_state = tx.init(params if is_off else _f32(params))
         kept = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-        if not is_off and not any(isinstance(x, MasterWeightsState) for x in kept):
+        if any(isinstance(x, MasterWeightsState) for x in kept):
+            raise ValueError(
+                "with_master_weights is inside with_loss_scale, where all parameters are float32: "
+                "put it around, with_master_weights(with_loss_scale(...))."
+            )
+        if not is_off:
             _warn_about_half(params)
         if nested := find_all(inner_state):
             where = ", ".join(path_name(path) for path, _ in nested)
@@ -362,14 +367,11 @@ def with_loss_scale(
         seen = {key: part(grads, owned, key) for key in rules} if several else {"": grads}
         # In the order of the rules: a traced dict has its keys sorted.
         norms = {key: _norm(seen[key], unpack(rule_type)[key], axes) for key in rules}
-        clean, learns = _verdicts(norms, together=not by_group)
-        allow = lambda flag: flag if allowed is None else flag & allowed
-        each = {key: jnp.all(flag) for key, flag in clean.items()}
-        finite: Any  # for each group, or for all
+        clean, learns, finite = _verdicts(norms, together=not by_group)
         if by_group:
-            finite = {key: allow(flag) for key, flag in each.items()}
-        else:
-            finite = allow(functools.reduce(jnp.logical_and, each.values()))
+            finite = {key: jnp.all(flag) for key, flag in clean.items()}
+        if allowed is not None:
+            finite = jax.tree.map(lambda flag: flag & allowed, finite)
 
         updates, inner_state = tx.update(grads, state.inner, params, **extra_args)
         if not is_off:
@@ -421,25 +423,24 @@ def _norm(grads: PyTree, rule_state: Any, axes: tuple[str, ...]) -> jax.Array | 
 
 def _verdicts(
     norms: dict[str, Any], together: bool
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Whether each group is finite; and for those after the first, whether all before it are.
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], Any]:
+    """Whether each group is finite, for those after the first whether all before it are, and all.
 
     If they are applied `together`, so must be the norm of them all, which clipping takes.
     """
-    clean: dict[str, jax.Array] = {}
-    learns: dict[str, jax.Array] = {}
-    sound, total = jnp.array(True), jnp.zeros((), jnp.float32)
-    for key, norm in norms.items():
-        if norm is None:
-            clean[key] = sound
-            continue
-        finite = jnp.isfinite(norm)
-        if norm.ndim or len(norms) > 1:  # one norm by itself is the norm of all
-            square = jnp.sum(jnp.where(finite, jnp.square(norm), 0))
-            total = total + square if together else square
-            finite &= jnp.isfinite(total)
-        if clean:
-            learns[key] = sound
-        clean[key] = finite
-        sound &= jnp.all(finite)
-    return clean, learns
+    if None in norms.values():
+        always = jnp.array(True)
+        return {key: always for key in norms}, {}, always
+    finite = {key: jnp.isfinite(norm) for key, norm in norms.items()}
+    if len(norms) == 1:
+        (flag,), (norm,) = finite.values(), norms.values()
+        if not norm.ndim:  # one norm by itself is the norm of all
+            return finite, {}, flag
+    # Sums over the groups: a chain of flags would be repeated in each update that reads its end.
+    pairs = zip(finite.values(), norms.values(), strict=True)
+    squares = jnp.stack([jnp.sum(jnp.where(flag, jnp.square(norm), 0)) for flag, norm in pairs])
+    fits = jnp.isfinite(jnp.cumsum(squares) if together else squares)
+    clean = {key: flag & fit for (key, flag), fit in zip(finite.items(), fits, strict=True)}
+    sound = jnp.cumsum(jnp.stack([~jnp.all(flag) for flag in clean.values()])) == 0
+    *before, all_sound = sound
+    return clean, dict(zip([*norms][1:], before, strict=True)), all_sound

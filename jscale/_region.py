@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ._arguments import scale_array
 from ._calls import flat_call
 from ._finite import everywhere, varying
-from ._tree import at_least_f32, describe, is_inexact
+from ._tree import OVERWRITE_WITH_GRADIENT, at_least_f32, describe, is_inexact
 
 
 def region(
@@ -49,7 +49,8 @@ def region(
     overflow to the region that made it.
 
     Modules of Flax NNX are arguments, or `fun` itself, or `fun` is a method of theirs, if it
-    changes them; in Linen wrap `apply`, not a module's method.
+    changes them; in Linen wrap `apply`, not a module's method, and pass the variables of fp8 layers
+    as arguments: what comes back for those that it closes over is taken for gradients.
 
     Args:
       fun: function of arrays, pytrees, modules; integers, None and all else pass.
@@ -103,16 +104,21 @@ def region(
         # What it closes over becomes arguments too.
         converted, closed_over = jax.closure_convert(call.fun, *call.arrays)
         inputs = [*call.arrays, *closed_over]
-        is_stopped = [path[0] in stopped for path in call.paths] + [False] * len(closed_over)
-        inputs = _leave(inputs, is_stopped, ratio)
+        unknown = [False] * len(closed_over)
+        is_stopped = [path[0] in stopped for path in call.paths] + unknown
+        # What comes back for these is their next value, and no cotangent.
+        is_fp8 = [OVERWRITE_WITH_GRADIENT in path for path in call.paths] + unknown
+        inputs = _leave(inputs, is_stopped, is_fp8, ratio)
         return call.finish([_at_scale(x, ratio, jnp.multiply) for x in converted(*inputs)])
 
     return wrapper
 
 
-def _leave(inputs: list[jax.Array], is_stopped: list[bool], ratio: jax.Array) -> list[jax.Array]:
+def _leave(
+    inputs: list[jax.Array], is_stopped: list[bool], is_fp8: list[bool], ratio: jax.Array
+) -> list[jax.Array]:
     """What goes into the region; its cotangents leave it."""
-    places = [i for i, x in enumerate(inputs) if is_inexact(x)]
+    places = [i for i, x in enumerate(inputs) if is_inexact(x) and not is_fp8[i]]
     stopped = [inputs[i] for i in places if is_stopped[i]]
     others = [inputs[i] for i in places if not is_stopped[i]]
     out = list(inputs)
@@ -126,7 +132,9 @@ def _leave(inputs: list[jax.Array], is_stopped: list[bool], ratio: jax.Array) ->
         for i in places:
             out[i] = next(stopped) if is_stopped[i] else next(others)
     # One by one: what needs no gradient must not get one because of its neighbours.
-    return [_at_scale(x, ratio, jnp.divide) for x in out]
+    return [
+        x if fp8 else _at_scale(x, ratio, jnp.divide) for x, fp8 in zip(out, is_fp8, strict=True)
+    ]
 
 
 def _at_scale(x: jax.Array, ratio: jax.Array, operation: Callable[..., Any]) -> jax.Array:

@@ -24,12 +24,14 @@ def is_inexact(x: Any) -> bool:
 
 def at_least_f32(x: Any) -> Any:
     """`x` in float32 (complex64 for complex); float64 and complex128 keep their precision."""
-    abstract = isinstance(x, jax.ShapeDtypeStruct)
-    x = x if abstract else jnp.asarray(x)
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        x = jnp.asarray(x)
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     dtype = jnp.float32 if narrow else x.dtype
-    # Naming the dtype also drops a weak type, which would cost a second trace.
-    return x.update(dtype=dtype) if abstract else jax.lax.convert_element_type(x, dtype)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    # A weak type would cost a second trace.
+    return jax.lax.convert_element_type(x, dtype) if narrow or x.weak_type else x
 
 
 def strong(x: Any) -> Any:
@@ -70,6 +72,12 @@ def map_inexact(fn: Callable[..., Any], tree: PyTree) -> PyTree:
 def inexact_leaves(tree: PyTree) -> list[Any]:
     """The leaves that `map_inexact` visits, in tree order."""
     return [x for path, x in jax.tree.leaves_with_path(tree) if is_gradient(path, x)]
+
+
+def overwritten(tree: PyTree) -> list[Any]:
+    """The floating-point leaves that Flax's fp8 layers overwrite."""
+    flat = jax.tree.leaves_with_path(tree)
+    return [x for path, x in flat if is_inexact(x) and not is_gradient(path, x)]
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

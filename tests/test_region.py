@@ -733,3 +733,23 @@ def test_autocast_sees_through_the_edge_of_a_region(stored):
         got, want = (products(jscale.explain(f, **options)(p, x)) for f in (inside, bare))
         assert got == want
     assert [dtype for dtype, *_ in got] == ["float16", "float32"]
+
+
+def test_a_region_leaves_what_fp8_layers_overwrite_as_it_is(standard_promotion):
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    net = linen.Dense(4, use_bias=False, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    variables, head = net.init(jax.random.key(0), x), jnp.ones((4, 3))
+
+    def loss_fn(variables, own):
+        encode = jscale.region(lambda variables, x: net.apply(variables, x), own, 1.0)
+        return jnp.mean(jnp.square(encode(variables, x) @ head))
+
+    plain, scaled = (jax.grad(loss_fn)(variables, own) for own in (1.0, 2.0**10))
+    assert_same_bits(scaled["params"], plain["params"])
+    key = "_overwrite_with_gradient"
+    for (path, one), own in zip(
+        jax.tree.leaves_with_path(plain[key]), jax.tree.leaves(scaled[key]), strict=True
+    ):
+        # What a layer remembers of its output's cotangents is at their scale.
+        at_scale = path[-1].key == "output_grad_amax_history"
+        np.testing.assert_array_equal(own, one * 1024 if at_scale else one)
