@@ -211,6 +211,8 @@ _SYSTEMS = {
         late=1,
         scale="scale",
         settings=("growth_factor", "backoff_factor", "growth_interval", "minimum_scale"),
+        # Static fields, which flax.serialization leaves out.
+        optional=("growth_factor", "backoff_factor", "growth_interval", "minimum_scale"),
         **_simple("fin_steps"),
     ),
     "jmp": _System(

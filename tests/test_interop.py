@@ -523,6 +523,22 @@ def test_put_reaches_the_state_of_a_rule_within_a_rule():
     assert_same_bits(interop.put(state, wanted).rule, wanted)
 
 
+def test_what_flax_writes_lacks_the_settings_which_are_given_again():
+    scale = DynamicScale(growth_interval=30, fin_steps=jnp.int32(7), scale=jnp.float32(8))
+    saved = flax.serialization.to_state_dict(scale)
+    assert saved.keys() == {"fin_steps", "scale"}
+    rule, state = interop.load("flax", saved, growth_interval=30)
+    assert (state.loss_scale, state.growth_tracker) == (8, 7)
+    wanted = interop.load("flax", scale)
+    assert_same_bits(state, wanted[1])
+    clean = jscale.Observation(finite=True)
+    for _ in range(40):
+        state = rule.update(state, clean)
+    assert state.loss_scale == 16
+    with pytest.raises(ValueError, match="fin_steps"):
+        interop.load("flax", {"scale": 8.0})
+
+
 def test_no_other_system_is_imported():
     code = (
         "import sys, jscale.interop\n"
