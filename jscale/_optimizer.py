@@ -215,6 +215,11 @@ def with_loss_scale(
     skipped micro-batch is dropped and its window takes one more. (Around the wrapper, MultiSteps
     would keep the first inf in its sum for ever.)
 
+    Frozen parameters stay outside: differentiate what is trained, and give that alone to `init` and
+    `update` (`nnx.DiffState(0, nnx.LoRAParam)` with `wrt=nnx.LoRAParam`; `eqx.partition`). Where one
+    tree has both, put the wrapper inside `optax.partition({"trained": with_loss_scale(tx), "frozen":
+    optax.set_to_zero()}, labels)`: around it, the frozen ones' gradients would have a say.
+
     A dict of rules has a scale for each `region` of the backward pass. Its keys are prefixes of
     parameter paths, of which the longest wins; they come in the order of the backward pass, from
     the loss on, as an overflow does. So when the gradients of one group overflow, the rules of the
