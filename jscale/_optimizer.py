@@ -216,9 +216,9 @@ def with_loss_scale(
     would keep the first inf in its sum for ever.)
 
     Frozen parameters stay outside: differentiate what is trained, and give that alone to `init` and
-    `update` (`nnx.DiffState(0, nnx.LoRAParam)` with `wrt=nnx.LoRAParam`; `eqx.partition`). Where one
-    tree has both, put the wrapper inside `optax.partition({"trained": with_loss_scale(tx), "frozen":
-    optax.set_to_zero()}, labels)`: around it, the frozen ones' gradients would have a say.
+    `update` (`nnx.DiffState(0, nnx.LoRAParam)` with `wrt=nnx.LoRAParam`; `eqx.partition`). Where
+    one tree has both, put the wrapper inside `optax.partition({"trained": with_loss_scale(tx),
+    "frozen": optax.set_to_zero()}, labels)`: around it, the frozen ones' gradients have a say.
 
     A dict of rules has a scale for each `region` of the backward pass. Its keys are prefixes of
     parameter paths, of which the longest wins; they come in the order of the backward pass, from
