@@ -41,6 +41,9 @@ def with_master_weights(
     and parameters as they are. Copies are sharded as their parameters are. Whoever changes
     parameters outside the optimizer must make a new state.
 
+    Where float32 meets a float16 weight, JAX computes in float32, under `autocast` too: cast the
+    inputs of the model as well.
+
     The parameters in float32, for a checkpoint or an evaluation, and the way back from a checkpoint
     of `full` and `state.inner`, which is that of the same training without copies:
 
