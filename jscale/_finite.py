@@ -57,8 +57,21 @@ def _norm(leaves: list[jax.Array]) -> jax.Array:
     if not leaves:
         return jnp.zeros((), jnp.float32)
     single = lambda x: x.astype(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32)
-    # The same expression as inside optax.clip_by_global_norm, so that XLA computes both once.
-    return optax.tree.norm([single(x) for x in leaves])
+    # Vectors of one type, as biases and gains are: their squares are added up before they are
+    # summed, or there would be a kernel for each.
+    vectors: dict[Any, list[jax.Array]] = {}
+    squares = []
+    for x in map(single, leaves):
+        if x.ndim == 1:
+            vectors.setdefault(jax.typeof(x), []).append(x)
+        else:
+            # As inside optax.clip_by_global_norm, so that XLA computes both once.
+            squares.append(optax.tree.norm(x, squared=True))
+    for alike in vectors.values():
+        for i in range(0, len(alike), 32):  # a kernel has no room for many more
+            each = ((x * x.conj()).real for x in alike[i : i + 32])
+            squares.append(jnp.sum(functools.reduce(jnp.add, each)))
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
 
 
 def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:

@@ -97,7 +97,7 @@ def _f32(tree: PyTree) -> PyTree:
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
-    return jnp.where(finite, x, np.array(-0.0).astype(x.dtype)) if number else x
+    return jnp.where(finite, x, -np.zeros((), x.dtype)) if number else x
 
 
 def _unshared(tree: PyTree, params: PyTree) -> PyTree:
