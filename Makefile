@@ -19,6 +19,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.test
 	$(run) experiments/overhead.py $(ARGS)
+	-$(VENV)/bin/pip install -q -e '.[gpu-program]' && $(run) experiments/gpu_structure.py
 
 # Debian ships python3 without ensurepip; virtualenv brings its own pip.
 $(VENV)/bin/pip:
