@@ -57,21 +57,9 @@ def _norm(leaves: list[jax.Array]) -> jax.Array:
     if not leaves:
         return jnp.zeros((), jnp.float32)
     single = lambda x: x.astype(jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32)
-    # Vectors of one type, as biases and gains are: their squares are added up before they are
-    # summed, or there would be a kernel for each.
-    vectors: dict[Any, list[jax.Array]] = {}
-    squares = []
-    for x in map(single, leaves):
-        if x.ndim == 1:
-            vectors.setdefault(jax.typeof(x), []).append(x)
-        else:
-            # As inside optax.clip_by_global_norm, so that XLA computes both once.
-            squares.append(optax.tree.norm(x, squared=True))
-    for alike in vectors.values():
-        for i in range(0, len(alike), 32):  # a kernel has no room for many more
-            each = ((x * x.conj()).real for x in alike[i : i + 32])
-            squares.append(jnp.sum(functools.reduce(jnp.add, each)))
-    return jnp.sqrt(functools.reduce(jnp.add, squares))
+    # The same expression as inside optax.clip_by_global_norm, so that XLA computes both once. And
+    # leaf by leaf: sums over several would tie their shardings to one another.
+    return optax.tree.norm([single(x) for x in leaves])
 
 
 def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
@@ -98,15 +86,23 @@ def global_norm(tree: PyTree, axis_name: AxisName = None) -> jax.Array:
     return jnp.sqrt(total)
 
 
-def in_one_kernel(flags: PyTree) -> PyTree:
-    """`flags`, such that XLA's GPU compiler computes all that depends on the scalar ones at once.
+def in_array(flag: jax.Array) -> jax.Array:
+    """`flag`, read from an array.
 
-    It merges computations that read the same array, but not those that read the same scalar: each
-    count of the state would be a kernel of its own. The barrier lasts until they are merged.
+    XLA's GPU compiler merges kernels that read the same array, but not those that read the same
+    scalar: so the updates of parameters of one shape become one kernel. That is after it has
+    divided the program among devices, and the barrier lasts until then.
+    """
+    return lax.optimization_barrier(jnp.stack([flag, flag]))[0]
+
+
+def in_one_kernel(flags: PyTree) -> PyTree:
+    """`flags`, such that all scalars that are computed from the scalar ones are so in one kernel.
+
+    As in `in_array`, but by an operation: results that only slice the array would not be merged.
     """
     flat, treedef = jax.tree.flatten(flags)
     scalars = [flag for flag in flat if flag.ndim == 0]
-    # Twice, since what only slices the array would not be merged.
     array = lax.optimization_barrier(jnp.stack(2 * scalars))
     pairs = zip(array[: len(scalars)], array[len(scalars) :], strict=True)
     merged = [flag if flag.ndim else jnp.logical_and(*next(pairs)) for flag in flat]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
-from ._finite import choose, everywhere, global_norm, in_one_kernel
+from ._finite import choose, everywhere, global_norm, in_array, in_one_kernel
 from ._groups import as_groups, check_layers, owners, part
 from ._master import MasterWeightsState
 from ._rules import Observation, OffState, ScaleRule, as_rule, dynamic
@@ -387,10 +387,11 @@ def with_loss_scale(
                     "the wrapped optimizer must keep the structure of its state, "
                     f"or a step could not be skipped: {difference}."
                 )
+            read = jax.tree.map(in_array, finite)
             flat, treedef = jax.tree.flatten(updates)
-            flags = map(finite.get, owned) if by_group else itertools.repeat(finite)
+            flags = map(read.get, owned) if by_group else itertools.repeat(read)
             updates = jax.tree.unflatten(treedef, map(_nothing, flat, flags))
-            inner_state = jax.tree.map(choose, finite, inner_state, state.inner)
+            inner_state = jax.tree.map(choose, read, inner_state, state.inner)
 
         flags = finite, clean, learns, loss_finite
         finite, clean, learns, loss_finite = in_one_kernel(flags)

@@ -8,6 +8,7 @@ stream is kept once a block.
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,9 +33,12 @@ from ._jaxpr import (
     var,
 )
 
-# A cut keeps at most 1/32 of the bytes that are recomputed behind it. For transformers no power of
-# two takes less memory; a net with long skips would have 64 (experiments/autocast_memory.py).
-CUT = 32
+# A cut keeps at most 1/32 of the bytes that are recomputed behind it, or less if that takes less
+# memory: what all cuts keep adds up, while one part at a time is recomputed, of which XLA holds
+# about 1/8 at once. So a net of few layers is cut twice a layer, a deep one once
+# (experiments/autocast_memory.py, vit_memory.py).
+CUTS = 32, 64, 128
+HELD = 8
 
 # What XLA fuses into its neighbours costs little to compute again. Whatever is not named here is
 # kept: sorts, gathers, collectives, convolutions, random bits, kernels that JAX cannot look into.
@@ -54,6 +58,10 @@ _REDUCTIONS = """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 """
 RECOMPUTED = frozenset(f"{_ELEMENTWISE} {_MOVES} {_REDUCTIONS}".split())
+
+# The exception are the statistics of a batch: a reduction of so many numbers to one, which takes
+# kernels of its own to repeat and next to no memory to keep.
+STATISTIC = 1024
 
 # Derived again wherever it is needed, rather than carried over a cut.
 _TRIVIAL = frozenset(_MOVES.split()) | {"convert_element_type"}
@@ -76,7 +84,9 @@ def _is_recomputed(name: str, params: dict[str, Any]) -> bool:
     return name in RECOMPUTED
 
 
-def _policy(primitive: Any, *_: Any, **params: Any) -> bool:
+def _policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+    if primitive.name in _REDUCTIONS.split():
+        return math.prod(avals[0].shape[axis] for axis in params["axes"]) >= STATISTIC
     return not _is_recomputed(primitive.name, params)
 
 
@@ -178,19 +188,24 @@ def _cut(
     facts: Sequence[_Facts],
     roots: dict[Var, frozenset[Var]],
     needed: set[Var],
-) -> list[int]:
-    """Where the parts of a run begin: each at the narrowest place before a product."""
+    ratio: int,
+) -> tuple[float, list[int]]:
+    """Where the parts of a run begin, each at the narrowest place before a product; and its cost.
+
+    The cost is in bytes: what the cuts keep, and what is held while the largest part is recomputed.
+    """
     last = {x: i for i, eqn in enumerate(eqns) for x in _inputs(eqn)}
     last.update(dict.fromkeys(needed, len(eqns)))
     ends: dict[int, list[Var]] = {}
     users: collections.Counter[Var] = collections.Counter()  # of a root, among what crosses here
-    crossing = recomputed = 0
+    crossing = recomputed = kept = largest = 0
     starts: list[int] = [0]
     waist, product = None, False  # since the last cut
     for i, eqn in enumerate(eqns):
         if facts[i].product and waist is not None:
-            _, start, before = waist
+            bytes_kept, start, before = waist
             starts.append(start)
+            kept, largest = kept + bytes_kept, max(largest, before)
             recomputed, waist = recomputed - before, None
         product = product or bool(facts[i].product)
         for x in eqn.outvars:
@@ -202,9 +217,9 @@ def _cut(
             users.subtract(roots[x])
             crossing -= sum(nbytes(root) for root in roots[x] if not users[root])
         recomputed += facts[i].recomputed
-        if product and recomputed >= CUT * crossing and (waist is None or crossing <= waist[0]):
+        if product and recomputed >= ratio * crossing and (waist is None or crossing <= waist[0]):
             waist = crossing, i + 1, recomputed
-    return starts
+    return kept + max(largest, recomputed) / HELD, starts
 
 
 @functools.cache
@@ -339,7 +354,7 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
             emit(eqns[after])
         run, looks = eqns[before + 1 : after], facts[before + 1 : after]
         roots, maker = _roots(run), {x: eqn for eqn in run for x in eqn.outvars}
-        starts = _cut(run, looks, roots, needed)
+        _, starts = min(_cut(run, looks, roots, needed, ratio) for ratio in CUTS)
         for start, stop in reversed([*itertools.pairwise([*starts, len(run)])]):
             if any(look.product for look in looks[start:stop]):
                 emit(_checkpoint(run[start:stop], maker, roots, needed, not in_loop, shared))

@@ -57,32 +57,10 @@ def test_norm_is_taken_in_float32():
     assert global_norm({}).dtype == jnp.float32
 
 
-def test_norm_of_matrices_is_computed_once_for_optax_and_for_us():
-    tree = {"a": jnp.ones(()), "b": jnp.ones((2, 2)), "z": jnp.ones((2, 1), jnp.complex64)}
-    norms = {"one": (global_norm,), "both": (global_norm, optax.tree.norm)}
-    program = lambda fns: jax.jit(lambda tree: [fn(tree) for fn in fns]).lower(tree).compile()
-    texts = {key: program(fns).as_text() for key, fns in norms.items()}
-    assert texts["one"].count(" reduce(") == texts["both"].count(" reduce(") > 0
-
-
-def test_norm_sums_up_vectors_of_one_type_together():
-    sums = lambda tree: str(jax.make_jaxpr(global_norm)(tree)).count("reduce_sum")
-    alike = [jnp.ones(3)] * 40
-    assert sums(alike) == 2  # 32 and 8
-    assert sums([*alike, jnp.ones(2), jnp.ones(3, jnp.complex64), jnp.ones((3, 1))]) == 5
-
-
-shapes = st.sampled_from([(), (2,), (3,), (2, 3)])
-numbers = st.sampled_from([0.0, -1.5, 1e-3, 2e4, 1e18, 1e20, np.inf, np.nan])
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(shapes, numbers, st.sampled_from(["float16", "float32", "complex64"]))))
-def test_norm_is_optax_norm_in_another_order(leaves):
-    with np.errstate(over="ignore"):
-        tree = [np.full(shape, x, np.float32).astype(dtype) for shape, x, dtype in leaves]
-    wide = [x.astype(np.result_type(x, np.float32)) for x in tree]
-    np.testing.assert_allclose(global_norm(tree), optax.tree.norm(wide), rtol=1e-6)
+def test_norm_is_optax_norm_so_that_both_are_computed_once():
+    tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "z": jnp.ones(2, jnp.complex64)}
+    ours, theirs = (str(jax.make_jaxpr(norm)(tree)) for norm in (global_norm, optax.tree.norm))
+    assert ours == theirs
 
 
 def test_norm_overflows_only_above_1e19():

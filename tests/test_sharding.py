@@ -1,6 +1,7 @@
 """One decision on all devices: under jit with sharded arrays, in shard_map and in pmap."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,42 @@ def test_a_whole_step_over_a_data_and_a_model_axis():
         assert_equal(spread, alone)
     assert int(alone[1].skipped_steps) == int(alone[1].applied_steps) == 1
     assert not alone[1].loss_finite
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_parameters_of_one_shape_keep_their_own_layouts(clip, standard_promotion):
+    """Nothing is gathered: sums over several leaves would lay out one as another."""
+    mesh, n = make_mesh(8, names=("model",)), 16
+    specs = {"gain": P(), "up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
+    shapes = {name: (n,) if name in ("gain", "bias") else (n, n) for name in specs}
+    params = {name: jnp.ones(shape) / n for name, shape in shapes.items()}
+    params = jax.device_put(params, {key: NamedSharding(mesh, spec) for key, spec in specs.items()})
+    inner = optax.chain(*[optax.clip_by_global_norm(1.0)] * clip, optax.adam(0.1))
+
+    def loss_fn(p, x):
+        return jnp.mean(
+            jnp.square(jnp.tanh((x * p["gain"][None]) @ p["up"] + p["bias"][None]) @ p["down"])
+        )
+
+    def compiled(tx, scale_of):
+        def step(params, state, x):
+            grads = jscale.grad(loss_fn, scale_of(state))(params, x)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.jit(tx.init)(params)
+        program = jax.jit(step).lower(params, state, jnp.ones((4, n))).compile()
+        return program.output_shardings[0], program.as_text()
+
+    bare, bare_text = compiled(inner, lambda state: 1.0)
+    scaled, text = compiled(jscale.with_loss_scale(inner), jscale.loss_scale)
+    of = lambda sharding: {key: x.spec for key, x in sharding.items()}
+    assert of(scaled) == of(bare)
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        count = lambda text: len(re.findall(rf" {collective}(-start)?\(", text))
+        assert count(text) <= count(bare_text) + (collective == "all-reduce" and not clip), (
+            collective
+        )
 
 
 # In shard_map
