@@ -32,7 +32,7 @@ With jax 0.12.0.1:
       float32                255.0 x1.84     291 x0.93    2437.9 x1.66   47 f32
       all float16            138.9 x1.00     314 x1.00    1468.3 x1.00   47 f16
       autocast, all kept     148.4 x1.07     317 x1.01    1784.8 x1.22   47 f16
-      autocast               141.6 x1.02     407 x1.30    2008.2 x1.37   47 f16
+      autocast               141.6 x1.02     348 x1.11    1842.9 x1.26   47 f16
     lstm
       float32                235.1 x1.87    3849 x1.00   14367.1 x1.41   512 f32
       all float16            126.0 x1.00    3856 x1.00   10195.1 x1.00   512 f16
@@ -42,21 +42,21 @@ With jax 0.12.0.1:
       float32                332.8 x1.57     315 x0.94    2796.2 x1.61   62 f32
       all float16            211.6 x1.00     335 x1.00    1739.3 x1.00   62 f16
       autocast, all kept     161.3 x0.76     330 x0.99    1754.0 x1.01   62 f16
-      autocast               107.8 x0.51     427 x1.27    2121.9 x1.22   62 f16
+      autocast               105.2 x0.50     368 x1.10    1980.3 x1.14   62 f16
 
 On an A100 autocast takes
 
     transformer          memory x0.53   kernels x1.22   traffic x1.21
     transformer-scan     memory x0.37   kernels x0.66   traffic x0.63
-    resnet               memory x1.01   kernels x1.28   traffic x1.37
+    resnet               memory x1.08   kernels x1.09   traffic x1.22
     lstm                 memory x1.07   kernels x0.80   traffic x1.39
-    unet                 memory x0.70   kernels x1.28   traffic x1.26
+    unet                 memory x0.70   kernels x1.10   traffic x1.18
 
-Cuts are where recomputation starts afresh, CUT in jscale/_recompute.py: 1/8 keeps too much, and
-below 1/32 nothing is gained. Two models save no memory: ResNet's max-pooling works, as written, on
-float32 in its backward pass, and is the peak there (with `also="reduce_window_max"` the memory is
-102.9 MB, x0.74); the LSTM keeps two products of a step and a float32 state, as many bytes as the
-float16 gates.
+Cuts are where recomputation starts afresh, CUTS in jscale/_recompute.py: 1/8 keeps too much, and
+here nothing is gained below 1/32, but in deeper models (vit_memory.py). Two models save no memory:
+ResNet's max-pooling works, as written, on float32 in its backward pass, and is the peak there (with
+`also="reduce_window_max"` the memory is 102.9 MB, x0.74); the LSTM keeps two products of a step and
+a float32 state, as many bytes as the float16 gates.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from gpu_structure import described_device, figures
+from gpu_program import described_device, figures
 
 import jscale
 from jscale import _recompute
@@ -261,10 +261,11 @@ def main(config: Config):
             for name in ("all float16", "autocast") if config.short else PRECISIONS:
                 show(name, base if name == "all float16" else measure(model, name, gpu), base)
             if model == "transformer" and not config.short:
-                chosen = _recompute.CUT
-                for _recompute.CUT in (8, 16, 32, 64, 128):
-                    show(f"  cuts at 1/{_recompute.CUT}", measure(model, "autocast", gpu), base)
-                _recompute.CUT = chosen
+                chosen = _recompute.CUTS
+                for cut in (8, 16, 32, 64, 128):
+                    _recompute.CUTS = (cut,)
+                    show(f"  cuts at 1/{cut}", measure(model, "autocast", gpu), base)
+                _recompute.CUTS = chosen
 
 
 if __name__ == "__main__":

@@ -41,13 +41,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from gpu_structure import described_devices, parse
+from gpu_program import COLLECTIVES, described_devices, parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from measured_step import make_step
+from peer_steps import make_step
 
 WIDTH, BATCH = 1024, 4096
 TOPOLOGIES = {8: "1x1x8", 32: "1x4x8", 256: "1x32x8"}
-COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
 SMALL = 1024  # bytes
 SIZES = (8, 4), (8, 12), (32, 4), (256, 4)
 
@@ -76,14 +75,12 @@ def measure(layout, devices=8, layers=4, clip=True, scaled=True, gpu="H200"):
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     tx = optax.adamw(1e-3)
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
-    step, tx = make_step(loss_fn, tx, scaled)
+    step, init = make_step("jscale" if scaled else "unscaled", loss_fn, tx)
 
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     params = [{"w": array(WIDTH, WIDTH), "b": array(WIDTH)} for _ in range(layers)]
     own = lambda x: spread if layout == "FSDP" and x.ndim else NamedSharding(mesh, P())
-    params, state = jax.tree.map(
-        lambda x: place(x, own(x)), (params, jax.eval_shape(tx.init, params))
-    )
+    params, state = jax.tree.map(lambda x: place(x, own(x)), (params, jax.eval_shape(init, params)))
     data = [place(array(BATCH, WIDTH), spread)] * 2
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *data).compile()
     computations = parse(compiled.as_text())

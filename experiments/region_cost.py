@@ -63,7 +63,7 @@ from autocast_memory import (
     mean_square,
     transformer_arguments,
 )
-from gpu_structure import described_device, figures
+from gpu_program import described_device, figures
 
 import jscale
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ._tree import describe
 
@@ -156,3 +157,15 @@ def as_axes(axis_name: AxisName) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name must be the name of an axis, or several, got {axis_name!r}.")
     return tuple(names)
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, optax.MultiSteps):
+        # with_extra_args_support would drop the extra arguments of what its own method returns.
+        return optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    if isinstance(inner, optax.GradientTransformation):
+        return optax.with_extra_args_support(inner)
+    raise TypeError(
+        f"inner must be an optax.GradientTransformation, got {describe(inner)}: "
+        "pass e.g. optax.adamw(3e-4)."
+    )

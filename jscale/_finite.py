@@ -102,11 +102,15 @@ def in_one_kernel(flags: PyTree) -> PyTree:
     As in `in_array`, but by an operation: results that only slice the array would not be merged.
     """
     flat, treedef = jax.tree.flatten(flags)
-    scalars = [flag for flag in flat if flag.ndim == 0]
-    array = lax.optimization_barrier(jnp.stack(2 * scalars))
-    pairs = zip(array[: len(scalars)], array[len(scalars) :], strict=True)
-    merged = [flag if flag.ndim else jnp.logical_and(*next(pairs)) for flag in flat]
-    return jax.tree.unflatten(treedef, merged)
+    alike: dict[Any, list[int]] = {}  # in shard_map one that varies would make all others vary
+    for i, flag in enumerate(flat):
+        if not jnp.ndim(flag):
+            alike.setdefault(varying(jnp.asarray(flag)), []).append(i)
+    for places in alike.values():
+        array = lax.optimization_barrier(jnp.stack(2 * [flat[i] for i in places]))
+        for i, one, again in zip(places, array, array[len(places) :], strict=False):
+            flat[i] = one & again
+    return jax.tree.unflatten(treedef, flat)
 
 
 def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._arguments import check_real_scalar, scale_array
 from ._groups import as_groups, map_groups, owners, root_of
-from ._tree import PyTree, at_least_f32, describe, map_inexact, overwritten
+from ._tree import PyTree, at_least_f32, describe, map_inexact, newest_cotangents
 
 _REMEDY = "pass jscale.loss_scale(opt_state), or a number"
 
@@ -172,7 +172,7 @@ def value_and_grad(
         if isinstance(loss_scale, Mapping):  # or only the optimizer would tell of a misspelt key
             owners(grads, loss_scale)
         grads = unscale(grads, used)
-        if remembered := overwritten(grads):
+        if remembered := newest_cotangents(grads):
             # fp8 layers clip inf, so that it shows in what they remember alone.
             seen = jnp.stack([jnp.all(jnp.isfinite(x)) for x in remembered]).all()
             grads = map_inexact(lambda _, g: jnp.where(seen, g, jnp.nan), grads)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._arguments import as_transformation
 from ._tree import PyTree, at_least_f32, describe, is_gradient, map_inexact, path_name, strong
 
 
@@ -29,7 +30,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` on float32 copies of the parameters that are float16 or bfloat16.
 
@@ -45,7 +46,8 @@ def with_master_weights(
     inputs of the model as well.
 
     The parameters in float32, for a checkpoint or an evaluation, and the way back from a checkpoint
-    of `full` and `state.inner`, which is that of the same training without copies:
+    of `full` and `state.inner`, which is that of the same training without copies (of NNX's states,
+    take `nnx.as_pure`):
 
         full = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
 
@@ -53,10 +55,10 @@ def with_master_weights(
         master = jax.tree.map(lambda p, x: None if p.dtype == x.dtype else x, params, full)
         state = jscale.MasterWeightsState(master, inner)
 
-    A copy above 65504 is inf in float16, and every step is skipped from then on, which `check`
-    reports. Where a weight changes by more than a factor of two in one step, float32 may not hold
-    the update, and the parameter misses its rounded copy by a last bit or by 2^-24 of what it was,
-    until the next step.
+    A copy above 65504 is inf in float16; around `with_loss_scale` every step is skipped from then
+    on, which `check` reports. Where a weight changes by more than a factor of two in one step,
+    float32 may not hold the update, and the parameter misses its rounded copy by a last bit or by
+    2^-24 of what it was, until its copy moves again.
 
     Args:
       inner: the optimizer, which sees float32 parameters and gradients.
@@ -80,17 +82,14 @@ def with_master_weights(
     >>> print(params, state.master)
     [0.99] [0.98999834]
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"inner must be an optax.GradientTransformation, got {describe(inner)}: "
-            "pass e.g. optax.adamw(3e-4)."
-        )
-    tx = optax.with_extra_args_support(inner)
+    tx = as_transformation(inner)
     wide = lambda tree: map_inexact(lambda _, x: at_least_f32(x), tree)
 
     def copy(path: Any, p: Any) -> Any:
-        full = at_least_f32(p) if is_gradient(path, p) else p
-        return full if is_gradient(path, p) and full.dtype != jnp.asarray(p).dtype else None
+        if not is_gradient(path, p):
+            return None
+        full = at_least_f32(p)
+        return None if full.dtype == jnp.asarray(p).dtype else full
 
     def init(params):
         # Widened twice: no buffer may be in the copies and in the state of inner.
@@ -98,6 +97,11 @@ def with_master_weights(
         return MasterWeightsState(jax.tree.map_with_path(copy, params), inner_state)
 
     def update(updates, state, params=None, **extra_args):
+        if not isinstance(state, MasterWeightsState):
+            raise TypeError(
+                f"state must be a MasterWeightsState, got {describe(state)}: "
+                "pass what init returned."
+            )
         if params is None:
             raise ValueError("with_master_weights rounds to the parameters: pass them to update.")
         full = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
@@ -109,21 +113,24 @@ def with_master_weights(
             if p.dtype == m.dtype:
                 raise ValueError(
                     f"{path_name(path)} is {describe(p)}, but was narrower: "
-                    "apply updates with optax.apply_updates, which keeps dtypes."
+                    "apply updates with optax.apply_updates, which keeps dtypes, and put "
+                    "with_master_weights around with_loss_scale, not inside."
                 )
             return optax.apply_updates(m, u)
 
-        def step(path, p, m, u):
+        def step(path, p, old, m, u):
             if m is None or u is None:
                 return u
             # Rounded here already, or p + (m - p) would be rounded twice. (As it is on GPUs, where
             # XLA leaves out a cast there and back.)
             rounded = m.astype(p.dtype)
-            # -0.0 adds nothing, not even to -0.0 and inf.
-            return jnp.where(rounded == p, -0.0, rounded.astype(m.dtype) - p.astype(m.dtype))
+            # -0.0 adds nothing, not even to -0.0 and inf. If the copy stands still, so does p.
+            still = (m == old) | (rounded == p)
+            return jnp.where(still, -0.0, rounded.astype(m.dtype) - p.astype(m.dtype))
 
         each = functools.partial(jax.tree.map_with_path, is_leaf=lambda x: x is None)
         master = each(move, params, state.master, updates)
-        return each(step, params, master, updates), MasterWeightsState(master, inner_state)
+        steps = each(step, params, state.master, master, updates)
+        return steps, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

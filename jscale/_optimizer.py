@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._arguments import AxisName, as_axes, as_flag, check_real_scalar
+from ._arguments import AxisName, as_axes, as_flag, as_transformation, check_real_scalar
 from ._finite import choose, everywhere, global_norm, in_array, in_one_kernel
 from ._groups import as_groups, check_layers, owners, part
 from ._master import MasterWeightsState
@@ -97,7 +97,7 @@ def _f32(tree: PyTree) -> PyTree:
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
-    return jnp.where(finite, x, -np.zeros((), x.dtype)) if number else x
+    return jnp.where(finite, x, (-np.zeros((), x.dtype)).astype(x.dtype)) if number else x
 
 
 def _unshared(tree: PyTree, params: PyTree) -> PyTree:
@@ -277,16 +277,7 @@ def with_loss_scale(
     {'text': 8.0, 'vision': 4.0}
     """
     rules = _as_rules(rule)
-    if isinstance(inner, optax.MultiSteps):
-        # with_extra_args_support would drop the extra arguments of what its own method returns.
-        tx = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    elif isinstance(inner, optax.GradientTransformation):
-        tx = optax.with_extra_args_support(inner)
-    else:
-        raise TypeError(
-            f"inner must be an optax.GradientTransformation, got {describe(inner)}: "
-            "pass e.g. optax.adamw(3e-4)."
-        )
+    tx = as_transformation(inner)
     if skip not in ("any", "own"):
         raise ValueError(f"skip must be 'any' or 'own', got {skip!r}: see the docstring.")
     several = isinstance(rule, Mapping)
@@ -315,8 +306,8 @@ def with_loss_scale(
         kept = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
         if any(isinstance(x, MasterWeightsState) for x in kept):
             raise ValueError(
-                "with_master_weights is inside with_loss_scale, where all parameters are float32: "
-                "put it around, with_master_weights(with_loss_scale(...))."
+                "with_master_weights is inside with_loss_scale, where it cannot tell what needs a "
+                "copy: put it around, with_master_weights(with_loss_scale(...))."
             )
         if not is_off:
             _warn_about_half(params)
@@ -393,8 +384,8 @@ def with_loss_scale(
             updates = jax.tree.unflatten(treedef, map(_nothing, flat, flags))
             inner_state = jax.tree.map(choose, read, inner_state, state.inner)
 
-        flags = finite, clean, learns, loss_finite
-        finite, clean, learns, loss_finite = in_one_kernel(flags)
+        decided = finite, clean, learns, loss_finite
+        finite, clean, learns, loss_finite = in_one_kernel(decided)
         new_rules = {}
         for key, old in unpack(state.rule).items():
             observation = Observation(clean[key], loss, seen[key], axes)
@@ -444,8 +435,8 @@ def _verdicts(
             return finite, {}, flag
     # Sums over the groups: a chain of flags would be repeated in each update that reads its end.
     pairs = zip(finite.values(), norms.values(), strict=True)
-    squares = jnp.stack([jnp.sum(jnp.where(flag, jnp.square(norm), 0)) for flag, norm in pairs])
-    fits = jnp.isfinite(jnp.cumsum(squares) if together else squares)
+    squares: Any = [jnp.sum(jnp.where(flag, jnp.square(norm), 0)) for flag, norm in pairs]
+    fits = map(jnp.isfinite, jnp.cumsum(jnp.stack(squares)) if together else squares)
     clean = {key: flag & fit for (key, flag), fit in zip(finite.items(), fits, strict=True)}
     sound = jnp.cumsum(jnp.stack([~jnp.all(flag) for flag in clean.values()])) == 0
     *before, all_sound = sound

@@ -74,10 +74,11 @@ def inexact_leaves(tree: PyTree) -> list[Any]:
     return [x for path, x in jax.tree.leaves_with_path(tree) if is_gradient(path, x)]
 
 
-def overwritten(tree: PyTree) -> list[Any]:
-    """The floating-point leaves that Flax's fp8 layers overwrite."""
+def newest_cotangents(tree: PyTree) -> list[Any]:
+    """The largest cotangents of this step, of which Flax's fp8 layers keep a history in a tree."""
     flat = jax.tree.leaves_with_path(tree)
-    return [x for path, x in flat if is_inexact(x) and not is_gradient(path, x)]
+    history = [x for path, x in flat if path_parts(path)[-1:] == ("output_grad_amax_history",)]
+    return [x[..., 0] for x in history if is_inexact(x)]  # the newest is the first
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

@@ -308,7 +308,8 @@ def stacked(rule: ScaleRule, n: int) -> ScaleRule:
         x, _ = jax.lax.scan(body, x, (params["layers"], scales["layers"]))
 
     Let what passes from layer to layer be float32: between them its cotangents are at the scale
-    around the regions, whatever the layers do.
+    around the regions, whatever the layers do. On a mesh of explicit axes, the axis of the layers
+    cannot be sharded.
 
     Args:
       rule: any rule for a single scale.

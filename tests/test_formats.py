@@ -342,6 +342,23 @@ def test_an_overflow_that_an_fp8_layer_clips_skips_the_step():
     assert not state.finite
 
 
+def test_an_old_overflow_in_the_history_of_an_fp8_layer_skips_nothing():
+    net = nn.Dense(1, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    tx = jscale.with_loss_scale(optax.sgd(1e-2), jscale.static(1))
+    state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), X), tx=tx)
+    for spike in (1.0, jnp.inf, 1.0, 1.0):
+        loss_fn = lambda params, spike=spike: spike * jnp.mean(net.apply(params, X))
+        state = state.apply_gradients(grads=jscale.grad(loss_fn, 1.0)(state.params))
+    assert state.opt_state.skipped_steps == 1 and state.opt_state.finite
+
+
+def test_inf_in_the_data_of_an_fp8_layer_is_clipped_as_without_jscale():
+    net = nn.Dense(1, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    params = net.init(jax.random.key(0), X)
+    loss_fn = lambda params: jnp.mean(net.apply(params, X.at[0, 0].set(jnp.inf)))
+    assert_same_bits(jscale.grad(loss_fn, 1.0)(params), jax.grad(loss_fn)(params))
+
+
 def test_a_layer_used_twice_remembers_the_larger_values_whatever_the_scale():
     """By Flax's own dtype of fp8 variables, whose gradients add up by the maximum."""
     net = nn.Dense(16, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)

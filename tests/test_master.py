@@ -488,3 +488,33 @@ def test_inside_a_loss_scale_it_could_not_tell_what_is_float16():
     tx = jscale.with_loss_scale(jscale.with_master_weights(optax.sgd(0.1)))
     with pytest.raises(ValueError, match="put it around"):
         tx.init(params())
+
+
+def test_a_skip_does_not_correct_a_last_bit_that_was_missed(standard_promotion):
+    # float32 cannot hold the way from 1024 to -0.01: the parameter misses its rounded copy.
+    tx = jscale.with_master_weights(jscale.with_loss_scale(optax.sgd(1.0), jscale.static(1)))
+    p = jnp.full(1, 1024, jnp.float16)
+    state = tx.init(p)
+    step = jax.jit(tx.update)
+    for grad in (jnp.full(1, 0.1), None, jnp.full(1, jnp.inf)):
+        before = p, state.master
+        updates, state = step(state.master + 165 * 2.0**-14 if grad is None else grad, state, p)
+        p = optax.apply_updates(p, updates)
+    assert not state.inner.finite and p[0] != state.master.astype(p.dtype)[0]
+    assert_same_bits((p, state.master), before)
+
+
+def test_multi_steps_may_be_given_as_it_is(standard_promotion):
+    tx = jscale.with_master_weights(optax.MultiSteps(optax.sgd(0.1), 2))
+    p = jnp.ones(2, jnp.float16)
+    state = tx.init(p)
+    for _ in range(2):
+        updates, state = tx.update(jnp.ones(2), state, p)
+        p = optax.apply_updates(p, updates)
+    np.testing.assert_array_equal(p, np.full(2, 0.9, np.float16))
+
+
+def test_a_state_of_another_transformation_is_refused():
+    tx = jscale.with_master_weights(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="must be a MasterWeightsState, got EmptyState"):
+        tx.update(jnp.ones(2), optax.EmptyState(), jnp.ones(2))

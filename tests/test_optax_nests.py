@@ -444,6 +444,16 @@ def test_negative_zero_keeps_its_sign():
     assert_same_bits(params, zeros)
 
 
+def test_four_bits_beside_the_parameters():
+    params = {"w": jnp.ones(2), "q": jnp.ones(2, jnp.int4)}
+    grads = {"w": jnp.ones(2), "q": jnp.zeros(2, jnp.int4)}
+    parts = {"t": optax.sgd(0.5), "f": optax.set_to_zero()}
+    tx = jscale.with_loss_scale(optax.partition(parts, {"w": "t", "q": "f"}))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["q"].dtype == jnp.int4
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+
+
 # Trees and dtypes
 
 

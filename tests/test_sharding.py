@@ -146,6 +146,22 @@ def test_parameters_of_one_shape_keep_their_own_layouts(clip, standard_promotion
 # In shard_map
 
 
+def test_what_is_alike_on_all_devices_stays_so_beside_what_differs():
+    rules = {"b": jscale.dynamic(), "w": jscale.dynamic()}
+    own = jscale.with_loss_scale(optax.sgd(0.5), rules, skip="own")
+    one = jscale.with_loss_scale(optax.sgd(0.5))
+    params = {"w": jnp.ones(4), "b": jnp.ones(1)}
+    specs = {"w": P("data"), "b": P()}
+    mesh = make_mesh(4)
+    # Replicated results are what check_vma can infer, or it raises.
+    update = lambda grads, state: own.update(grads, state, grads)[0]
+    step = jax.shard_map(update, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    np.testing.assert_array_equal(jax.jit(step)(params, own.init(params))["b"], [-0.5])
+    told = lambda grads, state: one.update(grads, state, grads)[1].loss_finite
+    step = jax.shard_map(told, mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    assert jax.jit(step)(params, one.init(params))
+
+
 @both_modes
 @pytest.mark.parametrize("devices, value", [(4, INF), (8, NAN)])
 def test_an_overflow_on_one_device_is_skipped_on_all(devices, value, check_vma):
