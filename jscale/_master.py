@@ -118,19 +118,18 @@ def with_master_weights(
                 )
             return optax.apply_updates(m, u)
 
-        def step(path, p, old, m, u):
+        def step(path, p, m, u):
             if m is None or u is None:
                 return u
             # Rounded here already, or p + (m - p) would be rounded twice. (As it is on GPUs, where
             # XLA leaves out a cast there and back.)
             rounded = m.astype(p.dtype)
             # -0.0 adds nothing, not even to -0.0 and inf. If the copy stands still, so does p.
-            still = (m == old) | (rounded == p)
+            still = (u == 0) | (rounded == p)
             return jnp.where(still, -0.0, rounded.astype(m.dtype) - p.astype(m.dtype))
 
         each = functools.partial(jax.tree.map_with_path, is_leaf=lambda x: x is None)
         master = each(move, params, state.master, updates)
-        steps = each(step, params, state.master, master, updates)
-        return steps, MasterWeightsState(master, inner_state)
+        return each(step, params, master, updates), MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
