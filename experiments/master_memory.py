@@ -13,21 +13,21 @@ With jax 0.12.0.1, for each device:
 
     H200                          MB: held  temporary  traffic  gathered   kernels
     one device
-      float32, cast in the loss      525.7      711.6   6375.5       0.0       431
-      float16 + copies               612.3      622.9   6288.9       0.0       400
-      float16                        439.2      622.9   5942.6       0.0       400
+      float32, cast in the loss      525.7      711.6   6375.5       0.0       390
+      float16 + copies               612.3      626.1   6322.0       0.0       361
+      float16                        439.2      622.9   5942.6       0.0       359
     8 devices, weights and state sharded
-      float32, cast in the loss       65.7      190.6   1535.8      22.6       448
-      float16 + copies                76.5      189.5   1524.9      22.6       399
-      float16                         54.9      189.5   1481.7      22.6       399
+      float32, cast in the loss       65.7      157.8   1535.8      22.6       408
+      float16 + copies                76.5      189.5   1529.1      22.6       361
+      float16                         54.9      154.2   1481.7      22.6       359
     8 devices, state alone sharded
-      float32, cast in the loss      217.2      167.6   1589.6      21.6       411
-      float16 + copies               152.3      121.1   1351.6      10.8       386
-      float16                        130.6      121.1   1308.3      10.8       386
+      float32, cast in the loss      217.2      167.6   1589.6      21.6       371
+      float16 + copies               152.3      121.1   1351.6      10.8       347
+      float16                        130.6      121.1   1308.3      10.8       346
 
 Copies hold 2 bytes a weight more, and on one device they save as much: what was cast for the two
-passes is what is held. Where weights are sharded too, XLA casts before it gathers, and nothing is
-saved. They pay where every device holds all weights and a part of the state: 29 % less memory, and
+passes is what is held. Where weights are sharded too, XLA casts before it gathers, and it costs
+memory. They pay where every device holds all weights and a part of the state: 29 % less memory, and
 half of what is gathered. Elsewhere float32 weights are as cheap, and simpler.
 """
 
