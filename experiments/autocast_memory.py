@@ -55,7 +55,7 @@ On an A100 autocast takes
 Cuts are where recomputation starts afresh, CUTS in jscale/_recompute.py: 1/8 keeps too much, and
 here nothing is gained below 1/32, but in deeper models (vit_memory.py). Two models save no memory:
 ResNet's max-pooling works, as written, on float32 in its backward pass, and is the peak there (with
-`also="reduce_window_max"` the memory is 102.9 MB, x0.74); the LSTM keeps two products of a step and
+`also="reduce_window_max"` the memory is 94.7 MB, x0.68); the LSTM keeps two products of a step and
 a float32 state, as many bytes as the float16 gates.
 """
 
