@@ -41,7 +41,7 @@ MPX published that its memory on a GPU is x1.51, x1.95 and x1.81 less at batch s
 512. With the defaults of autocast temporary memory is x2.77 to x2.79 less at all of them, x3.05 in
 ViT-B; with parameters and moments, which are float32 in all rows, x2.55 and more. It costs 12 to
 13 % more kernels than float32; traffic is x1.28 to x1.34 less, but 23 % more than with whole-tree
-casts. TF32 takes what float32 takes. With two blocks (`--short`), where little is kept, it is x2.11.
+casts. TF32 takes what float32 takes. With two blocks (`--short`), which keep little, it is x2.11.
 """
 
 import dataclasses
