@@ -97,7 +97,10 @@ def _f32(tree: PyTree) -> PyTree:
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
-    return jnp.where(finite, x, (-np.zeros((), x.dtype)).astype(x.dtype)) if number else x
+    if not number:
+        return x
+    nothing = -np.zeros((), x.dtype)
+    return jnp.where(finite, x, nothing.astype(x.dtype))  # NumPy negates int4 to int8
 
 
 def _unshared(tree: PyTree, params: PyTree) -> PyTree:
