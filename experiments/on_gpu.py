@@ -60,6 +60,7 @@ import optax
 import peer_steps
 import vit_memory
 from step_times import Program, print_times, step_times, text_of
+from vit_memory import scaled_step
 
 import jscale
 
@@ -71,17 +72,6 @@ DIVISOR = 256.0  # of the training's loss, as in quickstart.py
 
 def products_in(precision: str) -> str:
     return "highest" if precision == "float32" else "default"
-
-
-def scaled_step(loss_fn, rule, inner):
-    tx = jscale.with_loss_scale(inner, rule)
-
-    def step(params, state, *batch):
-        loss, grads = jscale.value_and_grad(loss_fn, jscale.loss_scale(state))(params, *batch)
-        updates, state = tx.update(grads, state, params, loss=loss)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step, tx.init
 
 
 def libraries(case: str):

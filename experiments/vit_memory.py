@@ -165,20 +165,23 @@ FEW = "float32", "autocast"
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=1e-3))
 
 
-def step_of(precision: str):
+def scaled_step(loss_fn, rule, inner):
     """A train step and what makes its state."""
-    if precision == "float16, MPX":
-        return step_of_mpx()
-    fun = PRECISIONS[precision](loss_fn)
-    rule = jscale.off() if precision in NEEDS_NO_SCALE else jscale.dynamic()
-    tx = jscale.with_loss_scale(ADAM, rule)
+    tx = jscale.with_loss_scale(inner, rule)
 
     def step(params, state, *batch):
-        loss, grads = jscale.value_and_grad(fun, jscale.loss_scale(state))(params, *batch)
+        loss, grads = jscale.value_and_grad(loss_fn, jscale.loss_scale(state))(params, *batch)
         updates, state = tx.update(grads, state, params, loss=loss)
         return optax.apply_updates(params, updates), state, loss
 
     return step, tx.init
+
+
+def step_of(precision: str):
+    if precision == "float16, MPX":
+        return step_of_mpx()
+    rule = jscale.off() if precision in NEEDS_NO_SCALE else jscale.dynamic()
+    return scaled_step(PRECISIONS[precision](loss_fn), rule, ADAM)
 
 
 def step_of_mpx():
