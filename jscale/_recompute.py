@@ -54,12 +54,12 @@ _MOVES = """
     broadcast_in_dim concatenate dynamic_slice expand_dims iota pad pcast pvary reshape rev
     sharding_constraint slice split squeeze stack transpose
 """
-_REDUCTIONS = """
-    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-"""
-RECOMPUTED = frozenset(f"{_ELEMENTWISE} {_MOVES} {_REDUCTIONS}".split())
+_REDUCTIONS = frozenset(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
+)
+RECOMPUTED = _REDUCTIONS.union(f"{_ELEMENTWISE} {_MOVES}".split())
 
-# The exception are the statistics of a batch: a reduction of so many numbers to one, which takes
+# The exceptions are the statistics of a batch: a reduction of so many numbers to one, which takes
 # kernels of its own to repeat and next to no memory to keep.
 STATISTIC = 1024
 
@@ -85,7 +85,7 @@ def _is_recomputed(name: str, params: dict[str, Any]) -> bool:
 
 
 def _policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-    if primitive.name in _REDUCTIONS.split():
+    if primitive.name in _REDUCTIONS:
         return math.prod(avals[0].shape[axis] for axis in params["axes"]) >= STATISTIC
     return not _is_recomputed(primitive.name, params)
 
