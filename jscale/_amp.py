@@ -29,6 +29,9 @@ _WORDS = {
     "fp32": _F32,
     "float32": _F32,
     "no": _F32,  # Hugging Face accelerate's word
+    "16-mixed": _F16,  # Lightning's words
+    "bf16-mixed": _BF16,
+    "32-true": _F32,
 }
 
 
@@ -128,7 +131,8 @@ def amp(config: str | os.PathLike | Mapping[str, Any]) -> Amp:
     Args:
       config: one of
 
-        - `"fp16"`: products in float16 and `dynamic()`; `"bf16"`, `"fp32"` (or `"no"`): no scale;
+        - `"fp16"`: products in float16 and `dynamic()`; `"bf16"`, `"fp32"`: no scale. Or the word
+          of accelerate or Lightning, `"no"`, `"16-mixed"`;
         - a dict with DeepSpeed's `fp16` or `bf16` block and `gradient_clipping`. `"auto"` stands
           for DeepSpeed's default, and a `loss_scale` of 0 for a dynamic one: `presets.deepspeed`.
           A block is off unless it says `"enabled": true`. With `check_grad_overflow`, bf16 skips
