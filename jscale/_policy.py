@@ -81,6 +81,7 @@ class Policy:
       keep_f32: parameter paths that stay float32 in `cast_to_param` and `cast_to_compute`. Each
         is a run of path components as `jax.tree_util.keystr` names them, with shell wildcards:
         `"norm*"` keeps every module of that name at any depth, `"decoder/wo"` one inside another.
+        Upper and lower case differ: Linen's are `"*Norm*"`.
 
     Raises:
       ValueError: a dtype is unknown or not floating-point.
