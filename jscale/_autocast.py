@@ -99,7 +99,8 @@ def autocast(
             )
         return call.evaluate()
 
-    wrapper.autocast_options = options  # type: ignore[attr-defined]
+    # With itself, since functools.wraps copies attributes to whatever is made of this.
+    wrapper.autocast_options = wrapper, options  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -170,11 +171,11 @@ def explain(
     div               float32  1      as written  ...
     """
     _check_function(fun)
-    options = getattr(fun, "autocast_options", None)
-    if options is None:
-        options = _options(compute_dtype, keep=keep, also=also, f32_results=f32_results)
+    owner, options = getattr(fun, "autocast_options", [None] * 2)
+    if owner is fun:
+        fun = fun.__wrapped__
     else:
-        fun = fun.__wrapped__  # type: ignore[attr-defined]
+        options = _options(compute_dtype, keep=keep, also=also, f32_results=f32_results)
 
     def explained(*args, **kwargs):
         call = trace(flat_call(fun, args, kwargs, "explain"), options)

@@ -1564,6 +1564,13 @@ def test_explain_of_what_is_cast_takes_its_options():
     assert explain(cast)(MODEL, X) == explain(model, BF16, **options)(MODEL, X)
 
 
+def test_explain_of_what_is_made_of_a_cast_function_is_of_the_whole():
+    loss = autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w)))
+    grad = lambda make: found(explain(make(loss))(X, W))["an autocast inside decides"].count
+    assert grad(jax.value_and_grad) == grad(lambda fun: jax.value_and_grad(lambda *a: fun(*a)))
+    assert grad(jax.value_and_grad) > 1
+
+
 def test_explain_tells_an_inner_autocast():
     for dtype in (F32, BF16, F16):
         inner = autocast(jnp.matmul, dtype)
