@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -16,6 +17,7 @@ from ._tree import (
     inexact_leaves,
     mismatch,
     path_name,
+    truncated,
 )
 
 
@@ -113,20 +115,21 @@ def in_one_kernel(flags: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, flat)
 
 
+def over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x` for a collective over `axes`; JAX takes none that varies over some of them only."""
+    same = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, same, to="varying") if 0 < len(same) < len(axes) else x
+
+
 def everywhere(flag: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Whether `flag` holds on all devices of `axes`."""
-    return lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag
+    return lax.psum(over((~flag).astype(jnp.int32), axes), axes) == 0 if axes else flag
 
 
 def _pick(finite: jax.Array, path: Any, n: Any, o: Any) -> Any:
     if hasattr(n, "dtype") or hasattr(o, "dtype"):
         array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
         kept, n = array(o), array(n)
-        if kept.dtype != getattr(o, "dtype", kept.dtype):
-            raise ValueError(
-                f"select would narrow {path_name(path)} from {o.dtype} to {kept.dtype}: "
-                "enable jax_enable_x64, or make it a narrower array."
-            )
         n = n if n.dtype == kept.dtype else n.astype(kept.dtype)
         return lax.select(finite, n, kept)
     if n is o or n == o:
@@ -165,7 +168,8 @@ def select(
     Raises:
       TypeError: `finite` is not a boolean.
       ValueError: the two trees differ in structure, in a shape, or in a leaf that is not an array;
-        or a 64-bit leaf would be narrowed, since JAX runs without x64; or a leaf is under no key.
+        or a leaf would lose what it holds: a fraction to an integer, 64 bits since JAX runs without
+        x64; or it is under no key.
 
     >>> import jax.numpy as jnp, jscale
     >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([jnp.nan, 1.0])}
@@ -183,5 +187,16 @@ def select(
         raise ValueError(
             f"select needs trees of one structure, but new is not like old: {difference}."
         )
-    pick = lambda path, n, o: _pick(flag_at(path), path, n, o)
+    for where in truncated(new, old).values():
+        raise ValueError(f"select keeps the types of old, and new does not fit: {where}.")
+
+    def pick(path, n, o):
+        whole = getattr(o, "dtype", None)
+        if isinstance(o, np.ndarray | np.generic) and (kept := jnp.asarray(o).dtype) != whole:
+            raise ValueError(
+                f"select would narrow {path_name(path)} from {whole} to {kept}: "
+                "enable jax_enable_x64, or make it a narrower array."
+            )
+        return _pick(flag_at(path), path, n, o)
+
     return jax.tree.map_with_path(pick, new, old)

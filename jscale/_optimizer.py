@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from ._arguments import AxisName, as_axes, as_flag, as_transformation, check_real_scalar
-from ._finite import choose, everywhere, global_norm, in_array, in_one_kernel
+from ._finite import choose, everywhere, global_norm, in_array, in_one_kernel, over
 from ._groups import as_groups, check_layers, owners, part
 from ._master import MasterWeightsState
 from ._rules import Observation, OffState, ScaleRule, as_rule, dynamic
@@ -25,7 +25,9 @@ from ._tree import (
     map_inexact,
     mismatch,
     path_name,
+    path_parts,
     strong,
+    truncated,
 )
 
 
@@ -43,7 +45,7 @@ def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
         g is not None
         and p is not None
         and is_inexact(p)
-        and at_least_f32(p).dtype == g.dtype != p.dtype
+        and at_least_f32(p).dtype == jnp.result_type(g) != jnp.result_type(p)
     )
     narrow = lambda g, p: g.astype(p.dtype) if widened(g, p) else g
     return jax.tree.map(narrow, grads, params, is_leaf=lambda x: x is None)
@@ -140,7 +142,8 @@ def _first_rule_state(rule: ScaleRule) -> Any:
 
 def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> Any:
     new = rule.update(state, observation)
-    if difference := mismatch(new, state):
+    difference = mismatch(new, state) or next(iter(truncated(new, state).values()), None)
+    if difference:
         raise TypeError(
             f"a scale rule's update must return a state like the one it was given: {difference}."
         )
@@ -157,8 +160,8 @@ def _check_rule_state(state: Any, expected: Any) -> None:
     if difference := mismatch(state, expected):
         raise TypeError(
             f"the state holds {_kind(state)}, but this rule keeps {_kind(expected)}: "
-            "go on with the rule that made the state, or put a state of this rule in its place, "
-            f"e.g. state._replace(rule=rule.init()). The difference: {difference}."
+            "go on with the rule that made the state, or take it over by "
+            f"jscale.checkpoint.attach(tx.init(params), state). The difference: {difference}."
         )
 
 
@@ -183,6 +186,21 @@ def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
         raise ValueError(
             f"the gradients do not match the parameters: {difference}. "
             "Differentiate with respect to what the optimizer was initialised with."
+        )
+
+
+def _check_inner(new: PyTree, old: PyTree, params: PyTree) -> None:
+    """Integer parameters may have moments of integers, of which nobody makes use."""
+    whole = {path_parts(p) for p, x in jax.tree.leaves_with_path(params) if not is_inexact(x)}
+    difference = mismatch(new, old)
+    for path, said in {} if difference else truncated(new, old).items():
+        parts = path_parts(path)
+        if not any(parts[i:] in whole for i in range(len(parts) + 1)):
+            difference = said
+    if difference:
+        raise ValueError(
+            "the wrapped optimizer must keep the structure and the types of its state, "
+            f"or a step could not be skipped: {difference}."
         )
 
 
@@ -216,7 +234,9 @@ def with_loss_scale(
     Put clipping, decay, accumulation and everything else inside: what is chained in front hides
     overflows, what is chained behind is not skipped. `optax.MultiSteps` may be given as it is; a
     skipped micro-batch is dropped and its window takes one more. (Around the wrapper, MultiSteps
-    would keep the first inf in its sum for ever.)
+    would keep the first inf in its sum for ever.) What `inner` differentiates by itself, as SAM's
+    opaque mode and line searches do, is neither scaled nor looked at; and where it reads the loss,
+    a step needs `apply=jnp.isfinite(loss)`.
 
     Frozen parameters stay outside: differentiate what is trained, and give that alone to `init` and
     `update` (`nnx.DiffState(0, nnx.LoRAParam)` with `wrt=nnx.LoRAParam`; `eqx.partition`). Where
@@ -339,6 +359,9 @@ def with_loss_scale(
                 f"state must be a LossScaleState, got {describe(state)}: pass what init returned."
             )
         _check_rule_state(state.rule, rule_type)
+        # A scale that was set by hand may be a Python number, or an int32.
+        typed = lambda x, like: jnp.asarray(x, like.dtype)
+        state = state._replace(rule=jax.tree.map(typed, state.rule, rule_type))
         if isinstance(state.finite, Mapping) != by_group:
             raise TypeError(
                 f"the state is not one of skip={skip!r}: go on with the setting that made it, or "
@@ -349,7 +372,7 @@ def with_loss_scale(
             extra_args["loss"] = loss
             check_real_scalar("loss=", loss, "pass the loss that value_and_grad returned")
             loss = jnp.asarray(loss, jnp.float32)
-            loss = jax.lax.pmean(loss, axes) if axes else loss
+            loss = jax.lax.pmean(over(loss, axes), axes) if axes else loss
             loss_finite = jnp.isfinite(loss)
         allowed = None
         if apply is not None:
@@ -376,11 +399,7 @@ def with_loss_scale(
         if not is_off:
             _check_updates(updates, params)
         if not is_off or allowed is not None:
-            if difference := mismatch(inner_state, state.inner):
-                raise ValueError(
-                    "the wrapped optimizer must keep the structure of its state, "
-                    f"or a step could not be skipped: {difference}."
-                )
+            _check_inner(inner_state, state.inner, updates if params is None else params)
             read = jax.tree.map(in_array, finite)
             flat, treedef = jax.tree.flatten(updates)
             flags = map(read.get, owned) if by_group else itertools.repeat(read)

@@ -21,7 +21,7 @@ from ._arguments import (
     as_scale,
     check_bounds,
 )
-from ._finite import global_norm
+from ._finite import global_norm, over
 from ._tree import PyTree, at_least_f32, describe, inexact_leaves
 
 
@@ -64,7 +64,7 @@ class Observation:
         amax = jnp.max(jnp.stack(largest)) if largest else jnp.zeros((), jnp.float32)
         amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)  # a maximum over devices may lose a NaN
         axes = as_axes(self.axis_name)
-        return lax.pmax(amax, axes) if axes else amax
+        return lax.pmax(over(amax, axes), axes) if axes else amax
 
     @property
     def grad_norm(self) -> jax.Array:

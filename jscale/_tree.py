@@ -98,6 +98,19 @@ def listing(paths: list[str]) -> str:
     return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
 
 
+def truncated(tree: PyTree, reference: PyTree) -> dict[Any, str]:
+    """By path, where `reference` cannot hold the fractions, or the complex numbers, of `tree`."""
+    said: dict[Any, str] = {}
+
+    def look(path, x, ref):
+        rank = lambda x: is_inexact(x) and 1 + jnp.iscomplexobj(x)
+        if rank(x) > rank(ref):
+            said[path] = f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
+
+    jax.tree.map_with_path(look, tree, reference)
+    return said
+
+
 def mismatch(
     tree: PyTree, reference: PyTree, *, allow_none: bool = False, shapes: bool = True
 ) -> str | None:

@@ -148,6 +148,13 @@ def test_select_narrows_nothing():
         jscale.select(False, {"steps": np.array(2**40)}, {"steps": np.array(2**40)})
 
 
+@pytest.mark.parametrize("new", [jnp.float32(0.5), 0.5, jnp.complex64(1j)])
+def test_select_truncates_nothing(new):
+    old = {"ema": jnp.float32(0) if jnp.iscomplexobj(new) else 0}
+    with pytest.raises(ValueError, match="at ema .*, expected"):
+        jscale.select(True, {"ema": new}, old)
+
+
 def test_select_is_one_where_under_vmap():
     finite = jnp.array([True, False])
     got = jax.vmap(jscale.select)(finite, jnp.ones((2, 3)), jnp.zeros((2, 3)))

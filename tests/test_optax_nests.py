@@ -157,6 +157,22 @@ def test_off_is_bitwise_the_bare_optimizer(name, dtype):
     assert float(jscale.loss_scale(state)) == 1.0
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("w", [2.0, np.float64(2.0), np.full(2, 2.0)], ids=type)
+def test_off_takes_what_the_bare_optimizer_takes(w):
+    tx, bare = jscale.with_loss_scale(optax.sgd(0.1), jscale.off()), optax.sgd(0.1)
+    grads = {"w": jnp.ones(np.shape(w))}
+    got, _ = tx.update(grads, tx.init({"w": w}), {"w": w})
+    assert_same_bits(got, bare.update(grads, bare.init({"w": w}), {"w": w})[0])
+
+
+def test_numpy_numbers_in_the_state_of_the_optimizer_are_as_under_jit():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx, w = jscale.with_loss_scale(inner), jnp.ones(2)
+    state = optax.tree.set(tx.init(w), learning_rate=np.float64(0.05))
+    assert_same_bits(tx.update(w, state, w)[0], jax.jit(tx.update)(w, state, w)[0])
+
+
 def test_off_gives_narrow_gradients_of_wide_parameters_on_as_they_are():
     tx, bare = jscale.with_loss_scale(optax.sgd(0.1), jscale.off()), optax.sgd(0.1)
     grads = {"w": jnp.array([0.1, 3.0], jnp.bfloat16)}

@@ -57,6 +57,53 @@ def test_metrics_have_the_same_keys_before_and_after_a_skip():
     ) == (KEYS - {"grad_norm"})
 
 
+@pytest.mark.parametrize("scale", [1024, 1024.0, np.float64(1024), jnp.int32(1024)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_scale_set_by_hand_is_one_like_any_other(jit, scale):
+    step = jax.jit(TX.update) if jit else TX.update
+    state = optax.tree.set(TX.init(PARAMS), loss_scale=scale)
+    for expected in 2.0 ** np.arange(9, -3, -1):
+        _, state = step(grads(np.inf), state, PARAMS)
+        assert jscale.loss_scale(state).dtype == jnp.float32
+        assert jscale.loss_scale(state) == expected
+
+
+class Seen(NamedTuple):
+    loss_scale: float
+    mean: float
+
+
+def averages(first):
+    """An optimizer and a rule that remember an average, from `first` on."""
+    inner = optax.GradientTransformation(
+        lambda params: {"mean": first},
+        lambda u, s, params=None: (u, {"mean": 0.5 * s["mean"] + 0.5 * optax.tree.norm(u)}),
+    )
+    rule = jscale.ScaleRule(
+        lambda: Seen(8.0, first),
+        lambda state, seen: state._replace(mean=0.5 * state.mean + 0.5 * seen.grad_norm),
+    )
+    return jscale.with_loss_scale(inner), jscale.with_loss_scale(optax.identity(), rule)
+
+
+def test_a_state_that_begins_as_an_integer_is_not_truncated(standard_promotion):
+    for tx in averages(0.0):
+        _, state = tx.update(grads(3.0), tx.init(PARAMS), PARAMS)
+        assert optax.tree.get(state, "mean") == 1.5
+    for tx in averages(0):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"at mean float32\[\], expected int32\[\]"
+        ):
+            tx.update(grads(3.0), tx.init(PARAMS), PARAMS)
+
+
+def test_integer_parameters_may_have_moments(standard_promotion):
+    params = {"w": jnp.ones(2), "n": jnp.int32(3)}
+    tx = jscale.with_loss_scale(optax.adam(0.1))
+    updates, state = tx.update({"w": jnp.ones(2), "n": jnp.int32(0)}, tx.init(params), params)
+    assert state.finite and updates["n"] == 0
+
+
 values = st.sampled_from([0.0, 1.0, -1.0, 1e18, 1e20, np.inf, -np.inf, np.nan])
 
 
@@ -323,7 +370,7 @@ def growing_state():
             lambda: (tx := jscale.with_loss_scale(growing_state())).update(
                 grads(1.0), tx.init(PARAMS), PARAMS
             ),
-            "keep the structure of its state, or a step could not be skipped: unexpected seen",
+            "structure and the types of its state, or a step could not be skipped: unexpected seen",
         ),
     ],
 )

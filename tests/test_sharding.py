@@ -315,6 +315,32 @@ def test_the_norm_over_two_axes():
     assert_equal(fn(grads), jnp.sqrt(jnp.float32(140 + 5 + 1)))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        jscale.dynamic(8),
+        jscale.headroom(8),
+        jscale.log_normal(8),
+        jscale.anticipate(jscale.dynamic(8)),
+    ],
+    ids=["dynamic", "headroom", "log_normal", "anticipate"],
+)
+def test_what_differs_over_one_of_two_axes_is_decided_on_over_both(rule):
+    def run(tx, g):
+        update = lambda g, s: tx.update(g, s, loss=jnp.max(g), apply=jnp.all(g < 5))
+        return update(2 * g, update(g, tx.init(g))[1])[1]
+
+    wrap = lambda **kwargs: jscale.with_loss_scale(optax.identity(), rule, **kwargs)
+    axes = ("data", "model")
+    run_on = functools.partial(run, wrap(axis_name=axes))
+    g = jnp.arange(4.0)
+    got = shard_map(run_on, make_mesh(4, 2, names=axes), (P("data"),), P(), True)(g)
+    want = run(wrap(), g)
+    assert (int(want.applied_steps), int(want.skipped_steps)) == (1, 1)
+    assert_equal(jscale.metrics(got), jscale.metrics(want))
+    assert_equal(got.rule.loss_scale, want.rule.loss_scale)
+
+
 @both_modes
 def test_averaged_gradients_have_the_norm_that_one_device_sees(check_vma):
     tx = optimizer(axis_name="data")
