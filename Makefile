@@ -10,7 +10,7 @@ demo: $(VENV)/.experiments
 	$(run) experiments/quickstart.py $(ARGS)
 
 test: $(VENV)/.test
-	$(run) -m pytest -q -n 2 $(ARGS)
+	$(run) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
