@@ -100,15 +100,14 @@ def listing(paths: list[str]) -> str:
 
 def truncated(tree: PyTree, reference: PyTree) -> dict[Any, str]:
     """By path, where `reference` cannot hold the fractions, or the complex numbers, of `tree`."""
-    said: dict[Any, str] = {}
-
-    def look(path, x, ref):
-        rank = lambda x: is_inexact(x) and 1 + jnp.iscomplexobj(x)
-        if rank(x) > rank(ref):
-            said[path] = f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
-
-    jax.tree.map_with_path(look, tree, reference)
-    return said
+    dtype = lambda x: getattr(x, "dtype", type(x))
+    rank = lambda x: is_inexact(x) and 1 + jnp.iscomplexobj(x)
+    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(reference), strict=True)
+    return {
+        path: f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
+        for (path, x), ref in pairs
+        if dtype(x) != dtype(ref) and rank(x) > rank(ref)
+    }
 
 
 def mismatch(
