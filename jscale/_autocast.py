@@ -39,10 +39,11 @@ def autocast(
       `compute_dtype=jnp.float32`: keeps).
 
     Loops, branches, jitted functions, checkpoints, `shard_map` and functions with their own
-    derivatives are rewritten inside; Pallas kernels and foreign calls are not. Results have the
-    dtypes that `fun` gives them. What `fun` changes in the variables of NNX modules among its
-    arguments, such as batch statistics, is changed. As with `jax.jit`, pass modules as arguments
-    rather than close over them, and in Linen and Haiku wrap `apply`, not a module's method.
+    derivatives are rewritten inside (but the rule of a function that has no product itself is not);
+    Pallas kernels and foreign calls are not. Results have the dtypes that `fun` gives them. What
+    `fun` changes in the variables of NNX modules among its arguments, such as batch statistics, is
+    changed. As with `jax.jit`, pass modules as arguments rather than close over them, and in Linen
+    and Haiku wrap `apply`, not a module's method.
 
     Memory: for its backward pass a cast program keeps products, random masks and whatever is not
     cheap to compute again, and recomputes the rest: `jax.checkpoint` with a policy, in parts that
@@ -50,14 +51,14 @@ def autocast(
     takes half the memory that it takes in float16 throughout, at a tenth more traffic; nets of
     convolutions or recurrent cells about as much (experiments/autocast_memory.py). Where
     max-pooling follows convolutions, `also="reduce_window_max"` saves more: a maximum commutes with
-    rounding.
-    `recompute=False` leaves what is kept to you and to JAX; a
-    `jax.checkpoint` of your own inside `fun` stands in any case.
+    rounding. `recompute=False` leaves what is kept to you and to JAX; a `jax.checkpoint` of your
+    own inside `fun` stands in any case.
 
     Patterns (of `keep`, `also`, `f32_results`) are names of operations as `jax.make_jaxpr` prints
     them (`"tanh"`), of jitted functions (`"softplus"`), of scopes, which Linen and Haiku modules
-    and `jax.named_scope` make (`"decoder/wo"`), or of an argument that the operation works on
-    (`"layers/*/wo/weight"`, for NNX, Equinox and plain trees). Each is a run of path components, in
+    and `jax.named_scope` make (`"decoder/wo"`), or of an argument that the operation works on, or
+    on a slice of (`"layers/*/wo/weight"`, for NNX, Equinox and plain trees): a weight that is
+    scaled or joined with another first is not it any more. Each is a run of path components, in
     which `*` and `?` are wildcards. A pattern that matches nothing warns.
 
     Args:

@@ -56,6 +56,9 @@ _MOVES = frozenset(
     " transpose".split()
 )
 
+# A part of an array is what the array is, as far as its name and its author's wishes go.
+_PARTS = frozenset(["dynamic_slice", "split"])
+
 # What is rewritten inside, and whether it recomputes there: a jitted function only if it does not
 # fit into a checkpoint around it; a user's checkpoint and a loop without reverse mode not at all.
 _CALLS: dict[str, bool | str] = {
@@ -300,7 +303,7 @@ class _Body:
             self.in_compute_dtype(eqn, _asked("also", self.options.also, matched))
         else:
             self.as_written(eqn)
-            if self.moves(eqn):
+            if self.moves(eqn) or name in _PARTS:
                 self.inherit(eqn)
 
     def may_follow(self, eqn: JaxprEqn, matched: set[Path]) -> bool:
@@ -309,6 +312,7 @@ class _Body:
             return False
         named = any(isinstance(x, np.dtype) for x in eqn.params.values())
         foreign = bool(eqn.effects) or eqn.primitive.name.endswith(("callback", "ffi_call"))
+        foreign |= any(subjaxprs(eqn.params))  # how scatter-add adds is written for float32
         return any(map(is_f32, filter(is_var, eqn.invars))) and not named and not foreign
 
     def moves(self, eqn: JaxprEqn) -> bool:
@@ -400,7 +404,8 @@ class _Body:
         name = eqn.primitive.name
         jitted = name == jit_p.name
         times = eqn.params["length"] if name == scan_p.name else 1
-        unrolled = name == scan_p.name and int(eqn.params["unroll"]) >= times
+        # A length that only has a name, in jax.export, is one of a loop.
+        unrolled = name == scan_p.name and isinstance(times, int) and eqn.params["unroll"] >= times
         loop = name == cond_p.name or (name == scan_p.name and not unrolled)
         operands = [self.read(x) for x in eqn.invars]
         params, cast, narrow = dict(eqn.params), False, set()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
@@ -20,6 +21,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit
 from ._jaxpr import (
     below_common_scope,
     body,
+    dtype,
     in_place_of,
     is_inexact,
     is_key,
@@ -70,9 +72,10 @@ _TRIVIAL = frozenset(_MOVES.split()) | {"convert_element_type"}
 # is recomputed inside it. A user's own checkpoint stands.
 _ALONE = frozenset(["checkpoint", "cond", "remat", "remat2", "scan", "shard_map", "while"])
 
-# The name of random draws in a program, by which they are kept. Of a dropout mask these are
-# booleans; what it is drawn from would be four times as large, or drawn twice.
+# The name of random draws in a program, by which they are kept, or what they compare to: of a
+# dropout mask booleans. What it is drawn from would be four times as large, or drawn twice.
 _DRAW = "jscale.draw"
+_COMPARISONS = frozenset("eq ge gt le lt ne".split())
 
 
 def _is_recomputed(name: str, params: dict[str, Any]) -> bool:
@@ -86,7 +89,8 @@ def _is_recomputed(name: str, params: dict[str, Any]) -> bool:
 
 def _policy(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name in _REDUCTIONS:
-        return math.prod(avals[0].shape[axis] for axis in params["axes"]) >= STATISTIC
+        sizes = [avals[0].shape[axis] for axis in params["axes"]]
+        return math.prod(n for n in sizes if isinstance(n, int)) >= STATISTIC  # b, in jax.export
     return not _is_recomputed(primitive.name, params)
 
 
@@ -116,7 +120,7 @@ class _Look:
             recomputed=sum(map(nbytes, eqn.outvars)) if name in RECOMPUTED else 0,
             product=is_product(eqn),
             random=name.startswith(("random_", "rng_", "threefry")),
-            alone=name in _ALONE or bool(eqn.effects),
+            alone=name in _ALONE or bool(eqn.effects) or _is_kept_complex(eqn),
         )
         for _, _, jaxpr in subjaxprs(eqn.params):
             if id(jaxpr) not in self._seen:
@@ -126,6 +130,12 @@ class _Look:
             recomputed, *flags = zip(facts, *self._seen[id(jaxpr)][1], strict=True)
             facts = _Facts(sum(recomputed), *map(any, flags))
         return facts
+
+
+def _is_kept_complex(eqn: JaxprEqn) -> bool:
+    """Whether a checkpoint would keep complex numbers, which JAX 0.12 cannot differentiate."""
+    kept = not any(subjaxprs(eqn.params)) and not _is_recomputed(eqn.primitive.name, eqn.params)
+    return kept and any(jnp.issubdtype(dtype(x), jnp.complexfloating) for x in eqn.outvars)
 
 
 def _inputs(eqn: JaxprEqn) -> Iterator[Var]:
@@ -230,12 +240,22 @@ def _name_example() -> JaxprEqn:
 
 def _with_named_draws(jaxpr: Any, look: _Look) -> Any:
     """The same program with names for what is drawn, in jitted functions without products too."""
+    users: dict[Any, set[str]] = collections.defaultdict(set)
+    for eqn in body(jaxpr).eqns:
+        for x in _inputs(eqn):
+            users[x].add(eqn.primitive.name)
+    for x in filter(is_var, body(jaxpr).outvars):
+        users[x].add("return")
+    compared: set[Var] = set()
     eqns: list[JaxprEqn] = []
     for eqn in body(jaxpr).eqns:
         drawn: dict[Var, Var] = {}
-        if look(eqn).random and not look(eqn).product:
+        if compared.intersection(_inputs(eqn)):
+            drawn = {x: var(x) for x in eqn.outvars}
+        elif look(eqn).random and not look(eqn).product:
             if not any(is_inexact(x) for x in eqn.invars if is_var(x)):
-                drawn = {x: var(x) for x in eqn.outvars if not is_key(x)}
+                compared.update(x for x in eqn.outvars if users[x] and users[x] <= _COMPARISONS)
+                drawn = {x: var(x) for x in eqn.outvars if not is_key(x) and x not in compared}
             elif eqn.primitive is jit_p:
                 inner = _with_named_draws(eqn.params["jaxpr"], look)
                 eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
@@ -282,7 +302,7 @@ def _structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequenc
 
 def _checkpoint(
     eqns: Sequence[JaxprEqn],
-    maker: dict[Var, JaxprEqn],
+    maker: dict[Var, tuple[int, JaxprEqn]],
     roots: dict[Var, frozenset[Var]],
     needed: set[Var],
     prevent_cse: bool,
@@ -294,24 +314,21 @@ def _checkpoint(
     is called forty times is traced in little more than the time of one.
     """
     made = {x for eqn in eqns for x in eqn.outvars}
-    derived: dict[Var, JaxprEqn] = {}
+    derived: dict[int, JaxprEqn] = {}  # by their places in the program
     inputs: dict[Var, None] = {}
-
-    def visit(eqn: JaxprEqn) -> None:
-        for x in _inputs(eqn):
-            if x in made or x in derived or x in inputs:
-                continue
-            if x in maker and x not in roots[x]:
-                visit(maker[x])
-                derived[x] = maker[x]
-            else:
+    visited = [*reversed(eqns)]
+    while visited:
+        for x in _inputs(visited.pop()):
+            if x in maker and x not in roots[x] and x not in made:
+                place, eqn = maker[x]
+                if place not in derived:
+                    derived[place] = eqn
+                    visited.append(eqn)
+            elif x not in made:
                 inputs[x] = None
-
-    for eqn in eqns:
-        visit(eqn)
     outvars = [x for eqn in eqns for x in eqn.outvars if x in needed]
     source, relative = below_common_scope(eqns)
-    body = [*dict.fromkeys(derived.values()), *relative]
+    body = [*(derived[place] for place in sorted(derived)), *relative]
     example = _example(prevent_cse)
     key = _structure(body, [*inputs], outvars)
     if key not in shared:
@@ -353,7 +370,7 @@ def keep_products(jaxpr: Any, *, in_loop: bool, nested: bool = False) -> Any:
         if after < len(facts):
             emit(eqns[after])
         run, looks = eqns[before + 1 : after], facts[before + 1 : after]
-        roots, maker = _roots(run), {x: eqn for eqn in run for x in eqn.outvars}
+        roots, maker = _roots(run), {x: at for at in enumerate(run) for x in at[1].outvars}
         _, starts = min(_cut(run, looks, roots, needed, ratio) for ratio in CUTS)
         for start, stop in reversed([*itertools.pairwise([*starts, len(run)])]):
             if any(look.product for look in looks[start:stop]):

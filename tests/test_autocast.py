@@ -504,6 +504,18 @@ def test_a_stored_stack_of_half_precision_multiplies_in_half_precision():
     assert products(autocast(fun), X, jnp.stack([W, V]).astype(F16)) == ["float16"] * 2
 
 
+def test_a_part_of_a_parameter_is_that_parameter():
+    def fun(p, x, i):
+        q, k = jnp.split(p["qk"].astype(F32), 2, axis=1)
+        return x @ p["stack"][i].astype(F32) @ q @ k
+
+    p = dict(stack=jnp.stack([W, V]), qk=jnp.concatenate([W, V], axis=1))
+    half, i = jax.tree.map(lambda w: w.astype(F16), p), jnp.int32(1)
+    assert products(autocast(fun), half, X, i) == ["float16"] * 3
+    assert products(autocast(fun, keep="stack"), p, X, i) == ["float32", "float16", "float16"]
+    assert products(autocast(fun, keep="qk"), p, X, i) == ["float16", "float32", "float32"]
+
+
 def test_a_closed_over_parameter_in_half_precision_is_like_an_argument():
     stored = W.astype(F16)
     assert products(autocast(lambda x: x @ stored.astype(F32)), X) == ["float16"]
@@ -629,6 +641,18 @@ def test_also_over_dropout_and_positions():
     cast, key = autocast(fun, also="mlp"), jax.random.key(0)
     assert_close(cast(X, W, key), fun(X, W, key))
     assert_close(jax.jit(cast)(X, W, key), fun(X, W, key))
+
+
+@pytest.mark.parametrize("also", ["scatter-add", "pool", "reduce"])
+def test_also_leaves_what_is_written_for_float32_alone(also):
+    def fun(x, w):
+        with jax.named_scope("pool"):
+            x = jax.ops.segment_sum(x @ w, jnp.array([0, 1, 1, 0]), 2)
+            return lax.reduce(x @ w, 0.0, lambda a, b: a + jnp.abs(b), (0,))
+
+    cast = autocast(fun, also=also)
+    assert_close(cast(X, W), fun(X, W))
+    assert products(cast, X, W) == ["float16"] * 2
 
 
 def test_also_leaves_the_types_of_a_callback_alone():
@@ -1310,7 +1334,50 @@ def test_the_result_goes_through_jit_scan_and_export():
     assert_close(symbolic.call(X), jax.grad(lambda x: jnp.sum(cast(x)))(X), 2.0**-9)
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.mean(jax.nn.log_softmax(x @ W, axis=0)),
+        lambda x: lax.scan(lambda h, y: (jnp.tanh(h @ W + y), None), jnp.zeros(4), x)[0].sum(),
+    ],
+    ids=["reduced", "scanned"],
+)
+def test_a_size_that_only_has_a_name_may_be_reduced_or_scanned_over(fun):
+    (n,) = export.symbolic_shape("n")
+    for f in (autocast(fun), jax.grad(autocast(fun))):
+        exported = export.export(jax.jit(f))(jax.ShapeDtypeStruct((n, 4), F32))
+        assert_close(exported.call(X), jax.jit(f)(X), 2.0**-9)
+
+
 # Recomputing
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: jnp.abs(jnp.fft.fft(x @ w)) ** 2,
+        lambda x, w: jnp.abs((x @ w + 1j * x) @ (w + 1j * w.T)) @ w,
+        lambda x, w: jnp.abs(lax.cumsum(lax.complex(x @ w, x))) @ w,
+    ],
+    ids=["fft", "product", "cumsum"],
+)
+def test_complex_numbers_between_products_have_gradients(standard_promotion, fun):
+    got = jax.jit(jax.grad(total(autocast(fun)), (0, 1)))(X, W)
+    assert_close(got, jax.grad(total(fun), (0, 1))(X, W))
+
+
+def test_a_chain_of_scalars_may_be_longer_than_python_recurses():
+    def fun(x, w, t):
+        for _ in range(3):  # parts, as so much is recomputed between products
+            for _ in range(40):
+                x = jnp.sin(x)
+            for _ in range(600):
+                t = t + 0.01
+            x = (x * jnp.cos(t)) @ w
+        return jnp.sum(x)
+
+    t = jnp.float32(0)
+    assert_close(jax.jit(jax.grad(autocast(fun)))(X, W, t), jax.jit(jax.grad(fun))(X, W, t))
 
 
 ROWS, WIDTH = 64, 48
@@ -1342,6 +1409,10 @@ ACTS = {
     "softmax": lambda h, _: jax.nn.softmax(h),
     "dropout": lambda h, key: dropout(jnp.tanh(h), key),
     "dropout_multiplied": lambda h, key: h * jax.random.bernoulli(key, 0.5, h.shape).astype(F32),
+    "dropout_compared": lambda h, key: jnp.where(jax.random.uniform(key, h.shape) < 0.9, h, 0.0),
+    "dropout_scheduled": lambda h, key: jnp.where(
+        jax.random.bernoulli(key, jax.nn.sigmoid(h[0, 0]), h.shape), h, 0.0
+    ),
     "dropout_jit": jax.jit(lambda h, key: dropout(jnp.tanh(h), key)),
     "rotary": lambda h, _: jnp.concatenate([h[:, :24] * jnp.cos(h[:, 24:]), -h[:, 24:]], -1),
     **{
