@@ -17,7 +17,6 @@ from ._tree import (
     inexact_leaves,
     mismatch,
     path_name,
-    truncated,
 )
 
 
@@ -183,12 +182,10 @@ def select(
         groups = as_groups("finite", finite)
         flags = {key: as_flag(f"finite[{key!r}]", x) for key, x in groups.items()}
         flag_at = lambda path: flags[owner_at(path, flags)]
-    if difference := mismatch(new, old):
+    if difference := mismatch(new, old, kinds=lambda path: True):
         raise ValueError(
             f"select needs trees of one structure, but new is not like old: {difference}."
         )
-    for where in truncated(new, old).values():
-        raise ValueError(f"select keeps the types of old, and new does not fit: {where}.")
 
     def pick(path, n, o):
         whole = getattr(o, "dtype", None)

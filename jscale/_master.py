@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._arguments import as_transformation
-from ._tree import PyTree, at_least_f32, describe, is_gradient, map_inexact, path_name, strong
+from ._tree import PyTree, at_least_f32, describe, is_gradient, path_name, strong, wide
 
 
 class MasterWeightsState(NamedTuple):
@@ -83,7 +83,6 @@ def with_master_weights(
     [0.99] [0.98999834]
     """
     tx = as_transformation(inner)
-    wide = lambda tree: map_inexact(lambda _, x: at_least_f32(x), tree)
 
     def copy(path: Any, p: Any) -> Any:
         if not is_gradient(path, p):

@@ -22,12 +22,11 @@ from ._tree import (
     describe,
     is_inexact,
     listing,
-    map_inexact,
     mismatch,
     path_name,
     path_parts,
     strong,
-    truncated,
+    wide,
 )
 
 
@@ -92,10 +91,6 @@ def _apply_own(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _f32(tree: PyTree) -> PyTree:
-    return map_inexact(lambda _, x: at_least_f32(x), tree)
-
-
 def _nothing(x: Any, finite: jax.Array) -> Any:
     """`x`, or on a skipped step what adds nothing: -0.0, since -0.0 + 0.0 would lose its sign."""
     number = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
@@ -140,14 +135,17 @@ def _first_rule_state(rule: ScaleRule) -> Any:
     return state._replace(loss_scale=jnp.asarray(state.loss_scale, jnp.float32))
 
 
+def _typed(state: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), state, like)
+
+
 def _next_rule_state(rule: ScaleRule, state: Any, observation: Observation) -> Any:
     new = rule.update(state, observation)
-    difference = mismatch(new, state) or next(iter(truncated(new, state).values()), None)
-    if difference:
+    if difference := mismatch(new, state, kinds=lambda path: True):
         raise TypeError(
             f"a scale rule's update must return a state like the one it was given: {difference}."
         )
-    return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, state)
+    return _typed(new, state)
 
 
 def _kind(rule_state: Any) -> str:
@@ -190,14 +188,13 @@ def _check_gradients(grads: PyTree, params: PyTree | None) -> None:
 
 
 def _check_inner(new: PyTree, old: PyTree, params: PyTree) -> None:
-    """Integer parameters may have moments of integers, of which nobody makes use."""
     whole = {path_parts(p) for p, x in jax.tree.leaves_with_path(params) if not is_inexact(x)}
-    difference = mismatch(new, old)
-    for path, said in {} if difference else truncated(new, old).items():
+
+    def kinds(path):  # integer parameters may have moments of integers, which nobody reads
         parts = path_parts(path)
-        if not any(parts[i:] in whole for i in range(len(parts) + 1)):
-            difference = said
-    if difference:
+        return not any(parts[i:] in whole for i in range(len(parts) + 1))
+
+    if difference := mismatch(new, old, kinds=kinds):
         raise ValueError(
             "the wrapped optimizer must keep the structure and the types of its state, "
             f"or a step could not be skipped: {difference}."
@@ -325,7 +322,7 @@ def with_loss_scale(
         for key, one in unpack(rule_type).items():
             of_group = part(_differentiated(params), owned, key) if several else params
             check_layers(one.loss_scale.shape, of_group)
-        inner_state = tx.init(params if is_off else _f32(params))
+        inner_state = tx.init(params if is_off else wide(params))
         kept = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
         if any(isinstance(x, MasterWeightsState) for x in kept):
             raise ValueError(
@@ -360,8 +357,7 @@ def with_loss_scale(
             )
         _check_rule_state(state.rule, rule_type)
         # A scale that was set by hand may be a Python number, or an int32.
-        typed = lambda x, like: jnp.asarray(x, like.dtype)
-        state = state._replace(rule=jax.tree.map(typed, state.rule, rule_type))
+        state = state._replace(rule=_typed(state.rule, rule_type))
         if isinstance(state.finite, Mapping) != by_group:
             raise TypeError(
                 f"the state is not one of skip={skip!r}: go on with the setting that made it, or "
@@ -383,7 +379,7 @@ def with_loss_scale(
             grads = _as_parameters(updates, params)
         else:
             _check_gradients(updates, params)
-            grads, params = _f32(updates), _f32(params)
+            grads, params = wide(updates), wide(params)
         # The norm comes first: a clip or an average would hide an overflow.
         owned = owners(grads, rules) if several else []
         seen = {key: part(grads, owned, key) for key in rules} if several else {"": grads}

@@ -69,6 +69,11 @@ def map_inexact(fn: Callable[..., Any], tree: PyTree) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: fn(path, x) if is_gradient(path, x) else x, tree)
 
 
+def wide(tree: PyTree) -> PyTree:
+    """`tree` with its floating-point leaves in float32 at least."""
+    return map_inexact(lambda _, x: at_least_f32(x), tree)
+
+
 def inexact_leaves(tree: PyTree) -> list[Any]:
     """The leaves that `map_inexact` visits, in tree order."""
     return [x for path, x in jax.tree.leaves_with_path(tree) if is_gradient(path, x)]
@@ -98,24 +103,25 @@ def listing(paths: list[str]) -> str:
     return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
 
 
-def truncated(tree: PyTree, reference: PyTree) -> dict[Any, str]:
-    """By path, where `reference` cannot hold the fractions, or the complex numbers, of `tree`."""
-    dtype = lambda x: getattr(x, "dtype", type(x))
+def _fits(x: Any, reference: Any) -> bool:
+    """Whether the dtype of `reference` can hold the fractions and complex numbers of `x`."""
     rank = lambda x: is_inexact(x) and 1 + jnp.iscomplexobj(x)
-    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(reference), strict=True)
-    return {
-        path: f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
-        for (path, x), ref in pairs
-        if dtype(x) != dtype(ref) and rank(x) > rank(ref)
-    }
+    dtype = lambda x: getattr(x, "dtype", type(x))
+    return dtype(x) == dtype(reference) or rank(x) <= rank(reference)
 
 
 def mismatch(
-    tree: PyTree, reference: PyTree, *, allow_none: bool = False, shapes: bool = True
+    tree: PyTree,
+    reference: PyTree,
+    *,
+    allow_none: bool = False,
+    shapes: bool = True,
+    kinds: Callable[[Any], bool] = lambda path: False,
 ) -> str | None:
     """Says how `tree` differs from `reference` in structure or shapes, or None if it does not.
 
-    With `allow_none`, `tree` may hold None where `reference` holds a leaf.
+    With `allow_none`, `tree` may hold None where `reference` holds a leaf. Where `kinds` says so of
+    a path, `reference` must be able to hold the kind of number that `tree` has there.
     """
     is_leaf = lambda x: x is None
     flatten: Any = functools.partial(jax.tree.flatten_with_path, is_leaf=is_leaf)
@@ -130,6 +136,7 @@ def mismatch(
         return "; ".join(said) or "the containers are of different types"
     for (path, x), (_, ref) in zip(got, want, strict=True):
         same = (x is None) == (ref is None) and (not shapes or _shape(x) == _shape(ref))
+        same = same and (_fits(x, ref) or not kinds(path))
         if not same and not (allow_none and x is None):
             return f"at {path_name(path)} {describe(x)}, expected {describe(ref)}"
     return None
