@@ -7,10 +7,10 @@ without autocast. Layers that are alike share the checkpoints that autocast make
 differentiates them once; that is why it can take less time with than without.
 
                                without      with   ratio   recompute=False
-    unrolled, 48 layers         0.48 s    0.39 s    0.82              2.52
-    Linen, 48 layers            1.39 s    2.32 s    1.67              1.59
-    scanned, 6 layers           0.05 s    0.05 s    1.02              1.17
-    scanned, 48 layers          0.05 s    0.05 s    1.05              1.17
+    unrolled, 48 layers         0.43 s    0.37 s    0.86              2.46
+    Linen, 48 layers            1.30 s    2.02 s    1.55              1.53
+    scanned, 6 layers           0.05 s    0.05 s    1.05              1.21
+    scanned, 48 layers          0.05 s    0.05 s    1.04              1.22
 
 The cuts that take least memory here are two layers apart. Linen names both layers in the scopes of
 such a part, so that no two of its parts are alike.
